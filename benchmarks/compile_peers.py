@@ -37,14 +37,15 @@ MODELS = throughput.Settings().sizes
 
 
 def shapes() -> dict[str, Case]:
-    """One case a shape, by "K/V", "K/V B=1" or "host": short, since fla compiles batches and heads apart, no length."""
+    """One case a shape, by "K/V", "K/V B=1", "host" or "kda H": short, since fla compiles heads apart, no length."""
     cases = {}
     for case in SUITES["gla"]():
         name = f"{case.K}/{case.V}" + (" B=1" if case.B == 1 else "")
         short = replace(case, T=512, gates="logsigmoid/16")
         cases.setdefault(name, short)
     small = next(c for c in SUITES["host"]() if c.mechanism == "gla" and c.B == 2)
-    return cases | {"host": replace(small, T=512, directions=("forward", "backward"))}
+    kda = {f"kda {case.H}": replace(case, B=1, T=512) for case in SUITES["kda"]()}
+    return cases | kda | {"host": replace(small, T=512, directions=("forward", "backward"))}
 
 
 def share(piece: int, pieces: int) -> None:
@@ -71,9 +72,10 @@ def share(piece: int, pieces: int) -> None:
 
 def operator_once(name: str) -> None:
     """Call fla's operator at one of `shapes`, forward and backward."""
-    fla = next(c for c in CONTENDERS["gla"] if c.name == "fla_chunk_gla")
-    x = inputs(shapes()[name], 0)
-    o = run.call(fla, shapes()[name], x)
+    case = shapes()[name]
+    fla = next(c for c in CONTENDERS[case.mechanism] if c.name == f"fla_chunk_{case.mechanism}")
+    x = inputs(case, 0)
+    o = run.call(fla, case, x)
     torch.autograd.grad(o, [x[n] for n in run.leaves(x)], x["do"])
 
 

@@ -331,6 +331,10 @@ STEPS = {  # by mechanism: contender, function, whether it is a peer
         ("triton_recurrent", our_step("gated_delta_rule"), False),
         ("fla_fused_recurrent", their_step("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"), True),
     ),
+    "kda": (
+        ("triton_recurrent", our_step("kda"), False),
+        ("fla_fused_recurrent", their_step("fla.ops.kda", "fused_recurrent_kda"), True),
+    ),
 }
 for mechanism, steps in STEPS.items():
     for name, step, is_peer in steps:
@@ -343,24 +347,26 @@ for mechanism, steps in STEPS.items():
 
 
 def by_triton(call: Callable) -> Callable:
-    """A call of fla that its own Triton kernels serve, where it would hand it to FlashQLA if that is installed."""
+    """A call of fla that its own Triton kernels serve, where it would hand it to others if they are installed."""
 
     def without(case, **tensors):
-        with mock.patch.dict(os.environ, FLA_FLASH_QLA="0", FLA_TILELANG="0"):
+        with mock.patch.dict(os.environ, FLA_FLASH_QLA="0", FLA_TILELANG="0", FLA_FLASH_KDA="0"):
             return call(case, **tensors)
 
     return without
 
 
-for mechanism, module, op in (
-    ("delta_rule", "fla.ops.delta_rule", "chunk_delta_rule"),
-    ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+DELTA = ("portable", "hopper_fused", "hopper_ahead")
+for mechanism, module, op, kernels, options in (
+    ("delta_rule", "fla.ops.delta_rule", "chunk_delta_rule", DELTA, {}),
+    ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", DELTA, {}),
+    ("kda", "fla.ops.kda", "chunk_kda", ("portable", "hopper"), {"safe_gate": True}),  # gates in [-5, 0]
 ):
     ours(mechanism, "triton")
-    kernels = {f"triton_{kernel}": {"kernel": kernel} for kernel in ("portable", "hopper_fused", "hopper_ahead")}
-    for name, how in ({"triton_fused": {"path": "fused"}} | kernels).items():
+    named = {f"triton_{kernel}": {"kernel": kernel} for kernel in kernels}
+    for name, how in ({"triton_fused": {"path": "fused"}} | named).items():
         contender(mechanism, name=name, named=True, entry="triton", options=how)(form(mechanism, "triton", **how))
-    contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op)))
+    contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op, **options)))
 body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
 page("gated_delta_rule", directions=("forward",))(body)
 contender(
@@ -391,3 +397,29 @@ def flashinfer_gdn(case, q, k, v, g, beta, **_):
     alpha, beta, ends = factors(g, beta, case.B + 1)
     flat = (x.flatten(0, 1) for x in (q, k, v))
     return chunk_gated_delta_rule(*flat, alpha, beta, cu_seqlens=ends).unflatten(0, (case.B, case.T))
+
+
+body, gates = function("gla_ref.pages.kda", "kda"), ("weak", "middle", "strong", "copies")
+page("kda", gates=gates, directions=("forward",))(body)
+
+
+def cudnn_kda(case, q, k, v, g, beta, **_):
+    """NVIDIA's kernel, which begins pieces of a text from an empty state where gates are strong in every channel."""
+    from cudnn.linear_attention import kimi_delta_attention
+
+    ends = case.T * torch.arange(case.B + 1, dtype=torch.int32, device=q.device)
+    flat = (x.flatten(0, 1) for x in (q, k, v, g, beta))
+    o, _ = kimi_delta_attention(*flat, ends, scale=case.K**-0.5, output_final_state=False)
+    return o.unflatten(0, (case.B, case.T))
+
+
+def cudnn_kda_uncut(case, **tensors):
+    """The same kernel with one piece a text: nothing is dropped."""
+    from cudnn.linear_attention.hopper import cuda_host
+
+    with mock.patch.object(cuda_host, "TARGET_CTAS", 1):
+        return cudnn_kda(case, **tensors)
+
+
+contender("kda", name="cudnn_kda", peer=True, packed=False, limit_s=200)(cudnn_kda)
+contender("kda", name="cudnn_kda_uncut", peer=True, packed=False, directions=("forward",), limit_s=200)(cudnn_kda_uncut)

@@ -42,7 +42,7 @@ from suites import LEAVES, SUITES, Case, flop_floor, inputs, memory_floor_bytes
 from gla_ref import results
 from gla_ref.check import MECHANISMS, oracle
 
-PEERS = ("flash-linear-attention", "fla-core", "flash-qla", "tilelang", "flashinfer-python")
+PEERS = ("flash-linear-attention", "fla-core", "flash-qla", "tilelang", "flashinfer-python", "nvidia-cudnn-frontend")
 
 
 class Late(Exception):

@@ -62,6 +62,12 @@ class Case:
     def shape(self, x: Argument) -> tuple[int, ...]:
         return tuple(self.sizes[axis] for axis in x.axes.split())
 
+    def dtype_of(self, x: Argument) -> torch.dtype:
+        """Models make KDA's gates and strengths in float32, and so do those that time it."""
+        dtype = getattr(torch, self.dtype)
+        wide = self.mechanism == "kda" and x.role != "token"
+        return torch.promote_types(dtype, torch.float32) if wide else dtype
+
     def __str__(self):
         packed = f" packed x{len(self.lengths)}" if self.lengths else ""
         packed += " with a state" if self.state else ""
@@ -85,7 +91,27 @@ GATES = {
     "1 % at -1e3": lambda x: torch.where(
         torch.arange(x.shape[-1], device=x.device) % 100 == 50, -1e3, logsigmoid(x) / 16
     ),
+    # bounded at -5, as KDA's models have them; on average -0.05, as in trained models, -0.5 and -2.5
+    "weak": lambda x: -5 * torch.sigmoid(x - 5),
+    "middle": lambda x: -5 * torch.sigmoid(x - 2.5),
+    "strong": lambda x: -5 * torch.sigmoid(x),
+    "copies": lambda x: torch.full_like(x, -2.5),  # but for two channels: see `copied`
 }
+
+
+def copied(x: dict[str, Tensor]) -> None:
+    """Erase channels 0 and 1 in turn, for 8 tokens each; before that a key copies half of one into the other.
+
+    A kernel that drops a state where all channels have been closed is wrong here.
+    """
+    t = torch.arange(x["k"].shape[1], device=x["k"].device)
+    for channel in (0, 1):
+        x["g"][..., channel] = torch.where(t // 8 % 2 == channel, -4.95, -1e-3)[:, None]
+    x["q"][..., :2] *= 3
+    x["k"][..., :2] = 0
+    x["k"][:, t % 8 == 7] = 0
+    x["k"][:, t % 8 == 7, :, :2] = 0.5**0.5
+    x["beta"][:, t % 8 == 7] = 0.99
 
 
 def inputs(case: Case, seed: int, device="cuda") -> dict[str, Tensor]:
@@ -100,10 +126,12 @@ def inputs(case: Case, seed: int, device="cuda") -> dict[str, Tensor]:
     x["do"] = normal(given["v"])
     for n, a in given.items():
         if a.role == "gate":
-            x[n] = GATES[case.gates](normal(a).float()).to(dtype)
+            x[n] = GATES[case.gates](normal(a).float()).to(case.dtype_of(a))
         if a.role == "strength":
-            x[n] = normal(a).float().sigmoid().to(dtype)
+            x[n] = normal(a).float().sigmoid().to(case.dtype_of(a))
             x["k"] = normalize(x["k"].float(), dim=-1).to(dtype)
+    if case.gates == "copies":
+        copied(x)
     if case.state:
         (state,) = MECHANISMS[case.mechanism].states
         x["initial_state"] = torch.randn(case.shape(state), generator=rng, device=device)
@@ -119,16 +147,16 @@ def memory_floor_bytes(case: Case, direction: str) -> int:
     """Each input read once, each output written once (states are small and left out, but not when decoding)."""
     if direction == "both":
         return memory_floor_bytes(case, "forward") + memory_floor_bytes(case, "backward")
-    given = {n: math.prod(case.shape(x)) for n, x in case.given.items()}
+    given = {n: math.prod(case.shape(x)) * case.dtype_of(x).itemsize for n, x in case.given.items()}
     leaves, o = sum(given.values()), given["v"]
     # forward: leaves in, o out; backward: leaves and do in (and softmax's o), gradients of the leaves out
     extra = o if case.mechanism == "softmax_attention" else 0
-    numbers = leaves + o if direction == "forward" else 2 * leaves + o + extra
+    moved = leaves + o if direction == "forward" else 2 * leaves + o + extra
     states = 0
     if case.decode:  # a token: read and written, float32
         state = sum(math.prod(case.shape(x)) for x in MECHANISMS[case.mechanism].states)
         states = 2 * 4 * case.T * state
-    return numbers * getattr(torch, case.dtype).itemsize + states
+    return moved + states
 
 
 def flop_floor(case: Case, direction: str) -> float:
@@ -275,10 +303,20 @@ def training() -> list[Case]:
 
 
 def decode_delta() -> list[Case]:
-    """Eight tokens of the gated delta rule, one call a token, from one sequence to many."""
+    """Eight tokens of the gated delta rule and of KDA, one call a token, from one sequence to many."""
     names = ("triton_recurrent_steps", "fla_fused_recurrent_steps")
     case = Case("gated_delta_rule", 1, 8, 16, 128, 128, gates="logsigmoid/16", groups=2, only=names, decode=True)
-    return [replace(case, B=B, directions=("forward",)) for B in (1, 8, 64, 256)]
+    cases = case, replace(case, mechanism="kda", groups=1)
+    return [replace(case, B=B, directions=("forward",)) for case in cases for B in (1, 8, 64, 256)]
+
+
+def kda() -> list[Case]:
+    """Kimi Delta Attention at three strengths of gates, with and without gradient; a state that they miss."""
+    shapes = [(1, 2048, 12), (1, 8192, 16), (1, 8192, 24), (4, 2048, 12), (1, 32768, 16), (8, 8192, 16)]
+    names = ("triton", "triton_portable", "triton_hopper", "page", "fla_chunk_kda", "cudnn_kda", "cudnn_kda_uncut")
+    case = Case("kda", *shapes[1], 128, 128, only=names, directions=("forward", "both"))
+    cases = [replace(case, B=B, T=T, H=H, gates=gates) for B, T, H in shapes for gates in ("weak", "middle", "strong")]
+    return [*cases, replace(case, gates="copies", directions=("forward",))]
 
 
 def same_bits() -> list[Case]:
@@ -313,7 +351,7 @@ def packed() -> list[Case]:
 
 def scoreboard() -> list[Case]:
     """Every kernel of the book's scoreboard at one shape, forward."""
-    gates = {"simple_gla": "logsigmoid/16", "gla": "logsigmoid/16", "gated_delta_rule": "logsigmoid/16"}
+    gates = dict.fromkeys(("simple_gla", "gla", "gated_delta_rule", "kda"), "logsigmoid/16")
     mechanisms = "softmax_attention", "linear_attention", *gates, "delta_rule"
     only = {"gla": ("triton", "gla_chunk_fuse")}
     shape, forward = (8, 8192, 16, 128, 128), ("forward",)
@@ -330,6 +368,7 @@ KNOWN = (
     gated_delta,
     unseen,
     training,
+    kda,
     decode,
     decode_delta,
     host,

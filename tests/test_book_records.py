@@ -34,8 +34,9 @@ CELLS = {path.stem: code(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
 
 def reads_a_record(cell: str) -> bool:
     """Whether a cell loads a record, and there is one of its kind: what is not measured yet is not said either."""
-    kind = re.search(r'results\.load\(kind="(\w+)"\)', cell)
-    return "results.load(" in cell and (not kind or results.load(kind=kind[1]) is not None)
+    kind, suite = (re.search(rf'{name}="(\w+)"\)', cell) for name in (r"results\.load\(kind", "data, suite"))
+    measured = not suite or results.select(results.load("h200"), suite=suite[1])
+    return "results.load(" in cell and bool(measured) and (not kind or results.load(kind=kind[1]) is not None)
 
 
 MEASURED = [chapter for chapter, cells in CELLS.items() if any(map(reads_a_record, cells))]

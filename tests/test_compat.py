@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from cases import error, thin
 
-from gla_ref import check, delta_rule, gated_delta_rule, gla, linear_attention, simple_gla
+from gla_ref import check, delta_rule, gated_delta_rule, gla, kda, linear_attention, simple_gla
 from gla_ref.compat import fla
 from gla_ref.rounding import budget
 
@@ -42,6 +42,15 @@ SIGNATURES = {  # fla-core 0.6.0
     "fused_recurrent_gated_delta_rule": [
         *("g", "gk", "gv", "beta", *TAIL, L2, "use_gate_in_kernel", "A_log", "dt_bias", *BETA),
         *("state_v_first", PACKED, "kwargs"),
+    ],
+    "chunk_kda": [
+        *("g", "beta", *TAIL, L2, "use_gate_in_kernel", *BETA, "safe_gate", "lower_bound", "disable_recompute"),
+        *("return_intermediate_states", "state_v_first", PACKED, "cu_seqlens_cpu", "cp_context", "use_graph"),
+        *("max_num_seqs", "kwargs"),
+    ],
+    "fused_recurrent_kda": [
+        *("g", "beta", "A_log", "dt_bias", *TAIL, L2, "use_gate_in_kernel", *BETA, "lower_bound", "state_v_first"),
+        *(PACKED, "kwargs"),
     ],
 }
 
@@ -171,24 +180,26 @@ def test_other_gates():
     close(found, simple_gla, q, k, v, gamma.expand(q.shape[:3]))
 
 
-def delta_tensors(N=2):
-    """q, k of length 1, v, g, beta and a state; two value heads to a key head."""
-    (q, k, v), g, S = tensors("scalar", N=N)
+def delta_tensors(name="", N=2):
+    """q, k of length 1, v, g, beta and a state; two value heads to a key head. In KDA g has gates for channels."""
+    (q, k, v), g, S = tensors("vector" if "kda" in name else "scalar", N=N)
     v, g, S = (x.repeat_interleave(2, axis) for x, axis in ((v, 2), (g, 2), (S, 1)))
-    return (q, torch.nn.functional.normalize(k, dim=-1), v), g, torch.rand_like(g), S
+    beta = torch.rand(v.shape[:3], generator=torch.Generator().manual_seed(2))
+    return (q, torch.nn.functional.normalize(k, dim=-1), v), g, beta, S
 
 
-LAST = ["fused_recurrent_gated_delta_rule"]
+GATED = [f"{way}_{rule}" for way in ("chunk", "fused_recurrent") for rule in ("gated_delta_rule", "kda")]
 
 
 @pytest.mark.parametrize("cu", [None, pytest.param(CU, marks=pytest.mark.deep)], ids=["batch", "packed"])
-@pytest.mark.parametrize("name", thin(["chunk_gated_delta_rule", *LAST], *LAST))
+@pytest.mark.parametrize("name", thin(GATED, "fused_recurrent_gated_delta_rule", "chunk_kda"))
 def test_gated_delta_rules_are_the_recurrence(name, cu):
-    qkv, g, beta, S = delta_tensors(2 if cu is None else 3)
+    qkv, g, beta, S = delta_tensors(name, 2 if cu is None else 3)
     named, ours = {"scale": -0.3, "cu_seqlens": cu}, getattr(fla, name)
     options = {"output_final_state": True, "state_v_first": True}
     o, after = ours(*qkv, g=g, beta=beta, **named, initial_state=S.mT, **options)
-    close((o, after.mT), gated_delta_rule, *qkv, g, beta, initial_state=S, **named)
+    form = kda if "kda" in name else gated_delta_rule
+    close((o, after.mT), form, *qkv, g, beta, initial_state=S, **named)
     assert ours(*qkv, g=g, beta=beta)[1] is None
     logits = {"beta": beta.logit(), "use_beta_sigmoid_in_kernel": True}
     found = ours(*qkv, g=g, **logits, allow_neg_eigval=True, output_final_state=True, cu_seqlens=cu)
@@ -206,6 +217,17 @@ def test_delta_rules_are_the_recurrence():
     long = fla.chunk_delta_rule(3 * q, 2 * k, v, beta, **last, use_qk_l2norm_in_kernel=True)
     unit = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (3 * q, 2 * k))
     close(long, delta_rule, *unit, v, beta)
+
+
+def test_gates_for_channels_make_kda_of_the_gated_rule():
+    qkv, gk, beta, _ = delta_tensors("kda")
+    g, fn = gk[..., 0], fla.fused_recurrent_gated_delta_rule
+    for given, both in (({"gk": gk}, gk), ({"g": g, "gk": gk}, g[..., None] + gk)):
+        hints = {"safe_gate": True, "lower_bound": -5.0, "disable_recompute": True}
+        assert torch.equal(fn(*qkv, beta=beta, **given)[0], fla.chunk_kda(*qkv, both, beta, **hints)[0])
+    for name, x in (("chunk_kda", g), ("chunk_gated_delta_rule", gk)):
+        with pytest.raises(ValueError, match=f"^g: expected {7 - x.ndim} axes"):
+            getattr(fla, name)(*qkv, x, beta)
 
 
 @pytest.mark.deep
@@ -243,28 +265,35 @@ def test_what_we_cannot_do_is_refused(name, options, message):
         ("chunk_gated_delta_rule", {"A_log": torch.zeros(6)}),
         ("chunk_gated_delta_rule", {"A_log": None, "use_gate_in_kernel": True}),
         ("chunk_gated_delta_rule", {"cp_context": "ranks"}),
-        ("fused_recurrent_gated_delta_rule", {"gk": torch.zeros(2, 9, 6, 5)}),
+        ("chunk_gated_delta_rule", {"allow_neg_eigval": True}),
         ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(2, 9, 6, 7)}),
         ("fused_recurrent_gated_delta_rule", {"dt_bias": torch.zeros(6)}),
+        *[("chunk_kda", {n: 1}) for n in ("return_intermediate_states", "use_graph", "max_num_seqs", "cp_context")],
+        ("chunk_kda", {"lower_bound": None, "safe_gate": True, "use_gate_in_kernel": True, "A_log": torch.zeros(6)}),
+        ("fused_recurrent_kda", {"lower_bound": 5.0, "use_gate_in_kernel": True}),
+        ("fused_recurrent_kda", {"A_log": None, "use_gate_in_kernel": True}),
     ],
 )
 def test_gates_that_we_do_not_make_are_refused(name, options):
-    qkv, g, beta, _ = delta_tensors()
+    qkv, g, beta, _ = delta_tensors(name)
     with pytest.raises(ValueError, match=f"^{next(iter(options))}: expected "):
         getattr(fla, name)(*qkv, g=g, beta=beta, **options)
 
 
-@pytest.mark.parametrize("way", thin(["chunk", "fused_recurrent"], "chunk"))
+BOUNDED = [(name, None) for name in GATED] + [(name, -5.0) for name in GATED if "kda" in name]
+
+
+@pytest.mark.parametrize("name, bound", thin(BOUNDED, ("chunk_gated_delta_rule", None), ("chunk_kda", -5.0)))
 @pytest.mark.parametrize("bias", thin([True, False], True))
-def test_gates_from_their_inputs(way, bias):
-    """-e^A_log softplus(g + dt_bias), with gradients of all of it."""
-    qkv, g, beta, _ = delta_tensors()
+def test_gates_from_their_inputs(name, bound, bias):
+    """-e^A_log softplus(g + dt_bias), or the bound times a sigmoid, with gradients of all of it."""
+    qkv, g, beta, _ = delta_tensors(name)
     rng = torch.Generator().manual_seed(1)
-    A_log, dt_bias, x = (torch.randn(n, generator=rng, requires_grad=True) for n in (6, 6, g.shape))
-    given = {"A_log": A_log} | ({"dt_bias": dt_bias} if bias else {})
-    fn = getattr(fla, f"{way}_gated_delta_rule")
-    o, _ = fn(*qkv, g=x, beta=beta, use_gate_in_kernel=True, **given)
-    made = -A_log.exp() * torch.nn.functional.softplus(x + (dt_bias if bias else 0))
+    A_log, dt_bias, x = (torch.randn(n, generator=rng, requires_grad=True) for n in (6, g[0, 0].numel(), g.shape))
+    given, fn = {"A_log": A_log} | ({"dt_bias": dt_bias} if bias else {}), getattr(fla, name)
+    o, _ = fn(*qkv, g=x, beta=beta, use_gate_in_kernel=True, **given, **({"lower_bound": bound} if bound else {}))
+    logits, rate = x + (dt_bias.view(g.shape[2:]) if bias else 0), A_log.exp().view(-1, *[1] * (g.ndim - 3))
+    made = bound * (rate * logits).sigmoid() if bound else -rate * torch.nn.functional.softplus(logits)
     right, _ = fn(*qkv, g=made, beta=beta)
     assert torch.equal(o, right)
     leaves = [x, *given.values()]
@@ -385,4 +414,4 @@ def test_a_library_that_is_missing_is_a_finding(monkeypatch):
     report = check.kernel("gla", fla.theirs("chunk_gla"), only="length 65")
     assert not report.ok and report.failures[0].kind == "raises"
     with pytest.raises(ValueError, match="name: expected one of chunk_delta_rule"):
-        fla.theirs("chunk_kda")
+        fla.theirs("chunk_rwkv")

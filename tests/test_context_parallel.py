@@ -18,7 +18,7 @@ from torch import distributed as dist
 import gla_ref
 from gla_ref import context_parallel
 from gla_ref.mechanisms import MECHANISMS
-from gla_ref.over_ranks import planning
+from gla_ref.over_ranks import maps, planning
 from gla_ref.over_ranks.agreement import GRACE, Agreement, Lookout
 from gla_ref.over_ranks.exchange import Ranks
 from gla_ref.over_ranks.maps import Maps, Walk, read_map, write_map
@@ -125,7 +125,7 @@ def test_autocast_changes_nothing(pool, mechanism, exchange):
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", ["zero", "-20", "-1e3", "-inf", "many resets", "one strong channel"])
 def test_gate_ladder(pool, kind):
-    for mechanism in ("gla", "simple_gla", "gated_delta_rule"):
+    for mechanism in ("gla", "simple_gla", "gated_delta_rule", "kda"):
         if (mechanism, kind) != ("simple_gla", "one strong channel"):
             x, cu = problem(mechanism, PACKED, kind)
             check(ask(pool, 3, mechanism, x, cu), results(gla_ref.FORMS[mechanism]["recurrent"], x, cu))
@@ -490,6 +490,20 @@ def test_kernels_find_maps(mechanism):
             assert a.shape == b.shape and error(b.cpu(), a) < 1e-5
 
 
+def test_columns_beyond_a_kernel_are_walked_apart(monkeypatch):
+    def form(*, v, **x):
+        assert v.shape[-1] <= maps.COLUMNS
+        return gla_ref.kda.chunkwise(v=v, **x)
+
+    x, _ = problem("kda")
+    walk, do = Walk(form, False, 0.3, F64), x.pop("do")
+    tokens = {n: y for n, y in x.items() if n not in ("S", "dS")}
+    whole = write_map(walk, tokens), read_map(walk, tokens, do)
+    monkeypatch.setattr(maps, "COLUMNS", 2)
+    for (M, X), ((M_2,), X_2) in zip(whole, (write_map(walk, tokens), read_map(walk, tokens, do)), strict=True):
+        assert error(M_2, M[0]) < 1e-12 and error(X_2, X) < 1e-12
+
+
 @anywhere
 @pytest.mark.parametrize("rows", [1, 6])
 def test_kernels_run_through_maps(rows):
@@ -524,7 +538,7 @@ def test_kernels_run_through_maps(rows):
 
 def test_plan_counts_bytes():
     """K V + K numbers a head for GLA, K V + K K for the delta rules, K V in a pipeline, and a tag; T plays no part."""
-    numbers = {"linear_attention": 1, "simple_gla": 1, "gla": 128, "delta_rule": 128**2, "gated_delta_rule": 128**2}
+    numbers = {"linear_attention": 1, "simple_gla": 1, "gla": 128} | dict.fromkeys(DELTA, 128**2)
     for mechanism, decay in numbers.items():
         for T in (1024, 1 << 20):
             found = context_parallel.plan(mechanism, meta_tokens(mechanism, T), (T, T), exchange="all-gather")

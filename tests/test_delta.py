@@ -7,7 +7,7 @@ import torch
 from cases import CORRELATIONS, F64, LADDER, STRENGTHS, alike, autograd_gradients, error, inputs, options, pairs, thin
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, triangular
-from gla_ref.book.viz import inverses, overwrite
+from gla_ref.book.viz import inverses, overwrite, two_clerks
 from gla_ref.gradients import delta_rule as delta_backward
 from gla_ref.rounding import products_in
 
@@ -132,6 +132,16 @@ def test_the_picture_shows_what_each_rule_answers(alike):
     assert said.endswith(
         f"Ada's answer: (0, 0, 1), Bob's: ({', '.join(f'{round(x, 2) + 0.0:g}' for x in written[1].tolist())})."
     )
+
+
+@pytest.mark.parametrize("gate", two_clerks.GATES)
+def test_only_kda_fades_a_row_and_replaces_an_entry(gate):
+    """The table after the story is right but for what the gate leaves of today's row, and by no other rule."""
+    right, left = two_clerks.wanted(len(two_clerks.STORY)), torch.zeros(2, 3, dtype=torch.float64)
+    left[1, 1] = gate**2
+    off = {rule: (two_clerks.states(rule, gate)[-1] - right - left).norm().item() for rule in two_clerks.RULES}
+    assert off.pop("Kimi Delta Attention") < 1e-12
+    assert off.pop("GLA") == pytest.approx(1) and (gate == 1 or min(off.values()) > 0.5)
 
 
 # -- the laboratory's picture (chapter 21) -----------------------------------------------------

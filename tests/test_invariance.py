@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gla_ref.kernels import plan, stream
 from gla_ref.kernels.portable import delta_forward, gla_forward, linear
 
-NAMES = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule")
-CHOSEN = ("gla", "delta_rule", "gated_delta_rule")  # mechanisms with a choice of kernels
+NAMES = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda")
+CHOSEN = ("gla", "delta_rule", "gated_delta_rule", "kda")  # mechanisms with a choice of kernels
 LONG = 150  # tokens: three chunks of 64, the last one short
 KERNELS = ("portable", pytest.param(None, marks=pytest.mark.gpu))  # None: Hopper's, where the plan takes them
 HALVES = [pytest.param(torch.float16, marks=pytest.mark.deep), pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -76,7 +76,7 @@ def test_a_cut_between_chunks_changes_no_bit(name, dtype, kernel):
 
 @anywhere
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", thin([name for name in NAMES if name != "gla"], "simple_gla"))
+@pytest.mark.parametrize("name", thin([name for name in NAMES if name not in stream.ANCHORED], "simple_gla"))
 def test_a_stream_has_the_bits_of_one_call(name, dtype):
     """Cut in random places."""
     args, rng = text(name, dtype=dtype), Random(0)
@@ -103,7 +103,7 @@ def test_decoding_has_the_bits_of_prefill(name):
 
 
 @anywhere
-@pytest.mark.parametrize("name", ["gla", "delta_rule", "gated_delta_rule"])
+@pytest.mark.parametrize("name", ["gla", "delta_rule", "gated_delta_rule", "kda"])
 def test_steps_have_the_bits_of_several_tokens_in_one_call(name):
     step, args = FORMS[name]["triton_recurrent"], text(name, T=9)
     S = torch.zeros_like(step(*args)[1])  # without a state a compiler may fuse the first token's operations otherwise
@@ -115,16 +115,17 @@ def test_steps_have_the_bits_of_several_tokens_in_one_call(name):
     assert same((torch.cat(outs, 1), S[1:2]), whole)
 
 
-def test_a_stream_says_what_it_cannot_do():
-    with pytest.raises(ValueError, match="mechanism: expected one of linear_attention, .*, got 'kda'"):
-        stream.Stream("kda")
-    args = text("gla", T=140)
-    it = stream.Stream("gla")
+@pytest.mark.parametrize("name", stream.ANCHORED)
+def test_a_stream_says_what_it_cannot_do(name):
+    with pytest.raises(ValueError, match="mechanism: expected one of linear_attention, .*, got 'softmax_attention'"):
+        stream.Stream("softmax_attention")
+    args = text(name, T=140)
+    it = stream.Stream(name)
     o = torch.cat([it(*(x[:, a:b] for x in args)) for a, b in ((0, 64), (64, 140))], 1)
-    assert torch.equal(o, call("gla", args, kernel="portable")[0])
-    with pytest.raises(ValueError, match="multiple of 64 tokens for gla, got one that ended at 140"):
+    assert torch.equal(o, call(name, args, kernel="portable")[0])
+    with pytest.raises(ValueError, match=f"multiple of 64 tokens for {name}, got one that ended at 140"):
         it(*(x[:, :1] for x in args))
-    with pytest.raises(TypeError, match="tensors: expected q, k, v, g, got 3 tensors"):
+    with pytest.raises(TypeError, match="tensors: expected q, k, v, g.*, got 3 tensors"):
         it(*args[:3])
     with pytest.raises(ValueError, match="q: expected B = 1 as in the pieces before, got 2"):
         it(*(torch.cat([x, x]) for x in args))

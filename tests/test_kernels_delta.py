@@ -21,10 +21,10 @@ from gla_ref.kernels import delta as kernels
 from gla_ref.kernels.delta import delta_rule, gated_delta_rule
 from gla_ref.kernels.kda import kda
 from gla_ref.kernels.portable.delta_forward import choose_length, inverse
-from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step
+from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step, kda_step
 
 KERNELS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
-STEPS = {"delta_rule": delta_rule_step, "gated_delta_rule": gated_delta_rule_step}
+STEPS = {"delta_rule": delta_rule_step, "gated_delta_rule": gated_delta_rule_step, "kda": kda_step}
 WAYS = [(mechanism, path) for mechanism in EVERY for path in kernels.PATHS]
 
 
@@ -215,14 +215,15 @@ def stepped(mechanism, *sizes, ends=None, **kw):
 
 @anywhere
 @pytest.mark.parametrize("kind", thin(LADDER, "many resets"))
-def test_steps_on_the_gate_ladder(kind):
-    stepped("gated_delta_rule", 2, 3, 1, 5, 7, kind=kind)
+@pytest.mark.parametrize("mechanism", GATED)
+def test_steps_on_the_gate_ladder(mechanism, kind):
+    stepped(mechanism, 2, 3, 1, 5, 7, kind=kind)
 
 
 @anywhere
 @pytest.mark.parametrize(
     "mechanism, K, V",
-    thin([(m, *x) for m in RULES for x in ((1, 1), (60, 100), (256, 40), (16, 512))], (RULES[0], 60, 100)),
+    thin([(m, *x) for m in EVERY for x in ((1, 1), (60, 100), (256, 40), (16, 512))], (RULES[0], 60, 100)),
 )
 def test_steps_of_sizes(mechanism, K, V):
     stepped(mechanism, 1, 1, 2, K, V, dtype=F16 if K == 60 else F32)
@@ -289,5 +290,5 @@ def test_packed_on_the_gpu(path, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("K, V", [(16, 16), (60, 100), (128, 128), (256, 512)])
 def test_steps_on_the_gpu(K, V, dtype):
-    for mechanism in RULES:
+    for mechanism in EVERY:
         stepped(mechanism, 3, 4, 2, K, V, dtype=dtype, kind="many resets")

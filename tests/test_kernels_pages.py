@@ -26,6 +26,7 @@ from gla_ref.pages import (
     gla_gradient,
     gla_levels,
     gla_step,
+    kda,
     linear_attention,
     linear_attention_segments,
 )
@@ -186,6 +187,34 @@ def test_gated_delta_rule(size, dtype, kind, correlation, strength):
     compare(named(found), right)
 
 
+@anywhere
+@pytest.mark.parametrize("size, dtype", [((1, 70, 2, 16, 32), F32), *WIDE])
+@pytest.mark.parametrize("kind, correlation, strength", [("logsigmoid/16", 0.99, 1.0), ("edge", 0.0, None)])
+def test_kda(size, dtype, kind, correlation, strength):
+    """Two value heads to a key head; at the edge all channels of all blocks of 16 tokens are just mild."""
+    options = {"correlation": correlation, "strength": strength, "dtype": dtype, "S": 0.0}
+    x, right = delta_problems.problem("kda", *size, **options)
+    if kind == "edge":
+        x["g"].fill_(LIMITS[dtype][0] / 16 * (1 - 1 / 128))  # `right` is made of x when it is asked
+    compare(named(kda.kda(*(x[n] for n in ("q", "k", "v", "g", "beta")))), right)
+
+
+@anywhere
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # minus infinity minus itself
+@pytest.mark.parametrize("gate", [1.01, float("inf")])
+@pytest.mark.parametrize("dtype, C", [(F32, 32), pytest.param(BF16, 64, marks=on_gpu)], ids=str)
+def test_a_strong_block_of_kda_is_marked(dtype, C, gate):
+    """One channel of one value head, in the second of three chunks."""
+    options = {"kind": "logsigmoid/16", "correlation": 0.0, "dtype": dtype, "S": 0.0}
+    x, right = delta_problems.problem("kda", 1, 2 * C + 3, 1, 16, 16, **options)
+    x["g"][0, C + 5, 1, 7] = gate * LIMITS[dtype][0]
+    o, S = kda.kda(*(x[n] for n in ("q", "k", "v", "g", "beta")))
+    assert o[:, C:, 1].isnan().all() and S[:, 1].isnan().all()
+    compare({"o": o}, right, (slice(None), slice(0, C)))
+    compare({"o": o}, right, (slice(None), slice(None), 0))
+    compare({"S": S}, right, (slice(None), 0))
+
+
 def strong_chunk(dtype):
     """One channel of one head is beyond the limit in the second of three chunks: (tensors, chunk, head, channel)."""
     limit, C = LIMITS[dtype]
@@ -235,6 +264,7 @@ CALLS = {  # page: (its function, the tensors that it is given)
     "gla_gradient": (gla_gradient.gla_gradient, "q k v g do"),
     "gla_step": (gla_step.gla_step, "q k v g S"),
     "gated_delta_rule": (gated_delta_rule.gated_delta_rule, "q k v g beta"),
+    "kda": (kda.kda, "q k v g beta"),
     "attend": (first.attend, "q k v"),
     "add": (first.add, "x y"),
     "softmax_rows": (first.softmax_rows, "x"),
@@ -248,7 +278,8 @@ def arguments(page):
     if page == "gla_step":
         x = {n: y[:, 0].contiguous() for n, y in x.items()}
     if page == "gated_delta_rule":
-        x |= {"g": x["g"][..., 0].contiguous(), "beta": torch.full((1, 19, 2), 0.5, device=HERE)}
+        x["g"] = x["g"][..., 0].contiguous()
+    x["beta"] = torch.full((1, 19, 2), 0.5, device=HERE)
     x["S"] = torch.ones(1, 2, 16, 32, device=HERE)
     x |= dict.fromkeys("xy", torch.arange(70.0, device=HERE).view(7, 10) / 70)
     return {n: x[n] for n in CALLS[page][1].split()}

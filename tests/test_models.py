@@ -146,7 +146,7 @@ def test_gradient_checkpointing(mixer):
     assert len(calls) == 2, "made again for the backward pass"
 
 
-@pytest.mark.parametrize("mixer", thin(MIXERS, "gla", "softmax"))
+@pytest.mark.parametrize("mixer", thin(MIXERS, "gla", "kda", "softmax"))
 def test_autocast(mixer):
     """Products in bfloat16, states in float32; the loss stays near."""
     model, tokens = make(mixer, dtype=torch.float32), some(2, 12)
@@ -293,6 +293,7 @@ def test_a_mixer_has_four_d_squared_parameters(mixer):
         "scalar": d * H + H,
         "mamba2": d * H + 2 * H,
         "gated_delta": 2 * d * H + 2 * H,
+        "kda": 16 * (d + d // 2) + d // 2 + H + d * H,
     }
     assert count(layer) == 4 * d * d + gates.get(mixer, 0) + (0 if mixer == "softmax" else d // H)
 
@@ -312,7 +313,7 @@ def test_gates_begin_where_the_bias_puts_them():
     assert (g.exp() - 0.5 ** (1 / 16)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("mixer", [name for name in MIXERS if name not in ("softmax", "gated_delta", "mamba2")])
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name not in ("softmax", "gated_delta", "kda", "mamba2")])
 def test_small_convolutions_start_a_head_below_the_epsilon_of_its_norm(mixer):
     """So the norm passes a thousandth of a head's output; PyTorch's start of convolutions does not do that."""
     sizes = {}
@@ -339,7 +340,9 @@ def test_output_range_sets_the_start_of_the_mixers_outputs_alone(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("fields", [{}, {"use_short_conv": True, "conv_range": None, "output_range": 1e-3}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"use_short_conv": True, "conv_range": None, "output_range": 1e-3, "lower_bound": -5}]
+)
 def test_a_model_made_on_meta_starts_as_one_made_on_the_cpu(mixer, fields):
     config = Config(**SMALL_MODEL | {"mixer": mixer} | fields)
     torch.manual_seed(7)
@@ -362,6 +365,18 @@ def test_fixed_and_scalar_gates():
     torch.testing.assert_close(g[0, 0].exp(), torch.tensor([1 - 2**-5, 1 - 2**-6, 1 - 2**-7, 1 - 2**-8]))
     delta, g = make("mamba2").model.layers[0].attn.dt(torch.zeros(1, 1, 16, dtype=torch.float64))
     assert ((delta > 0.0009) & (delta < 0.11)).all() and (g < 0).all()
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_gates_of_kda(bound):
+    """They begin mild, and strong logits make strong ones, of which a bound is the limit; all of it learns."""
+    layer = make("kda", lower_bound=bound).model.layers[0].attn
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    start, g, strong = (layer.gates(c * x) for c in (0, 1, 1e3))
+    assert ((start < -0.0009) & (start > -1.7)).all() and start.shape == (2, 3, 2, 4)
+    assert layer.dt.A_log.any() == (bound is None), "with a bound all rates begin at 1"
+    assert strong.max() <= 0 and (strong.min() < -100 if bound is None else abs(strong.min() - bound) < 1e-9)
+    assert all(d.abs().sum() > 0 for d in torch.autograd.grad(g.sum(), list(layer.dt.parameters())))
 
 
 def test_positions_turn_and_keep_their_length():
@@ -562,6 +577,8 @@ WRONG = [
     ("num_heads", True, TypeError),
     ("tau", float("nan"), ValueError),
     ("tau", "16", TypeError),
+    ("lower_bound", 5.0, ValueError),
+    ("lower_bound", "-5", TypeError),
     ("norm_eps", -1e-6, ValueError),
     ("use_short_conv", 1, TypeError),
     ("mixer", "rwkv", ValueError),

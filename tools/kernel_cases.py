@@ -30,7 +30,8 @@ def planned_by(function: Planned, hardware: Hardware, given: dict) -> list[Plan]
 
 def one_token(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
     """The kernel that decodes."""
-    return planned_by(steps.gla_forward if case.mechanism == "gla" else steps.delta_forward, hardware, given)
+    planned = {"gla": steps.gla_forward, "kda": steps.kda_forward}.get(case.mechanism, steps.delta_forward)
+    return planned_by(planned, hardware, given)
 
 
 def frozen_gates(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
@@ -170,6 +171,7 @@ EVERYWHERE = {
     "gated_delta_rule segmented": Case("gated_delta_rule", kernel="portable", path="segmented"),
     "kda": Case("kda", kernel="portable"),
     "gated_delta_rule_step": Case("gated_delta_rule", planned=one_token, T=1),
+    "kda_step": Case("kda", planned=one_token, T=1),
 }
 CASES = {
     f"{name} {D} {dtype}": replace(case, K=D, V=D, dtype=dtype)

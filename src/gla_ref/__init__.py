@@ -144,8 +144,10 @@ FORMS = {
     "kda": {
         "recurrent": kda.recurrent,
         "chunkwise": kda.chunkwise,
+        "chunkwise_two_level": kda.chunkwise_two_level,
         "triton": _Kernel("kda", _CHOSEN),
         "triton_portable": _Kernel("kda", _PORTABLE, kernel="portable"),
+        "triton_recurrent": _Kernel("kda_step", _STEPS),
     },
 }
 for _mechanism, _forms in FORMS.items():

@@ -7,12 +7,14 @@ values have no gate. Every exponent is a sum of gates, and so at most 0.
 from collections.abc import Callable, Iterator
 from itertools import repeat
 
+import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn import functional as F
 
 from .gates import decay_from_start, decay_to_end, segment_sum
 
-__all__ = ["by_chunk", "decayed", "gate", "heads_first", "read", "scores", "update", "weighted"]
+__all__ = ["by_chunk", "decayed", "gate", "heads_first", "read", "scores", "scores_by_block", "update", "weighted"]
 
 
 def heads_first(x: Tensor | None) -> Tensor | None:
@@ -38,6 +40,23 @@ def decayed(x: Tensor, g: Tensor | None, since: Callable[[Tensor], Tensor]) -> T
 def scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     """P_ij = sum_K q_i k_j exp(b_i - b_j) for j <= i, in log space: `[B, H, C, C]` (GLA paper, eq. 4)."""
     return (q[..., :, None, :] * k[..., None, :, :] * segment_sum(g).exp()).sum(-1)
+
+
+def scores_by_block(q: Tensor, k: Tensor, g: Tensor, c: int) -> Tensor:
+    """:func:`scores` with matrix products: only pairs of one sub-chunk of c tokens are in log space.
+
+    Each sub-chunk reads all tokens before it by one product, anchored where the sub-chunk begins: q decays from there
+    to i, k from j to there, and no exponent is above 0 (GLA paper, section 4.3).
+    """
+    T, rows = q.shape[-2], []
+    for i in range(0, T, c):
+        q_i, k_i, g_i = (x[..., i : i + c, :] for x in (q, k, g))
+        P = scores(q_i, k_i, g_i)
+        if i:
+            before = decayed(k[..., :i, :], g[..., :i, :], decay_to_end)
+            P = torch.cat([decayed(q_i, g_i, decay_from_start) @ before.mT, P], -1)
+        rows.append(F.pad(P, (0, T - P.shape[-1])))
+    return torch.cat(rows, -2)
 
 
 def weighted(P: Tensor, v: Tensor, g_v: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ from .over_ranks.calls import split_over_ranks
 from .over_ranks.links import LINKS
 from .over_ranks.planning import Plan, plan
 
-__all__ = ["LINKS", "Plan", "delta_rule", "gated_delta_rule", "gla", "linear_attention", "plan", "simple_gla"]
+__all__ = ["LINKS", "Plan", "delta_rule", "gated_delta_rule", "gla", "kda", "linear_attention", "plan", "simple_gla"]
 
 
 def gla(
@@ -113,3 +113,12 @@ def gated_delta_rule(
     """As :func:`delta_rule`, with one gate a value head and token: g `[B, T, HV]`."""
     tokens, name = {"q": q, "k": k, "v": v, "g": g, "beta": beta}, "gated_delta_rule"
     return split_over_ranks(name, tokens, initial_state, cu_seqlens, group, scale, lengths, exchange, segment)
+
+
+def kda(
+    q, k, v, g, beta, *, scale=None, initial_state=None, cu_seqlens=None,
+    group=None, lengths=None, exchange=None, segment=None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As :func:`delta_rule`, with a gate for each channel of the keys: g `[B, T, HV, K]`."""
+    tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return split_over_ranks("kda", tokens, initial_state, cu_seqlens, group, scale, lengths, exchange, segment)

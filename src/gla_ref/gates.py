@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._contract import check_chunk
+from ._contract import check_chunk, compute_dtype
 
-__all__ = ["chunk_cumsum", "decay_from_start", "decay_to_end", "low_rank_gate", "segment_sum"]
+__all__ = ["chunk_cumsum", "decay_from_start", "decay_to_end", "low_rank_gate", "segment_sum", "softplus_gate"]
 
 
 def low_rank_gate(x: Tensor, W1: Tensor, W2: Tensor, bias: Tensor | None = None, *, tau: float = 16.0) -> Tensor:
@@ -46,6 +46,42 @@ def low_rank_gate(x: Tensor, W1: Tensor, W2: Tensor, bias: Tensor | None = None,
         )
     logits = x @ W1 @ W2
     return F.logsigmoid(logits if bias is None else logits + bias) / tau
+
+
+def softplus_gate(
+    x: Tensor, A_log: Tensor | None, bias: Tensor | None = None, *, lower_bound: float | None = None
+) -> Tensor:
+    r"""Log gates from logits, each head with a rate e^A of its own.
+
+    .. math::
+
+        g = -e^{A} \operatorname{softplus}(x + b), \quad \text{or with a lower bound } L < 0: \;
+        g = L \, \sigma(e^{A} (x + b))
+
+    L is a scale, not a clamp.
+
+    Args:
+        x: `[B, T, H]` or `[B, T, H, K]`.
+        A_log: A of each head, `[H]` in any shape; None for A = 0, with a lower bound only.
+        bias: as many numbers as x has for a token, or None.
+        lower_bound: L, a negative number, or None.
+
+    Returns:
+        g in natural logarithm, of the shape of x, in at least float32.
+
+    Raises:
+        ValueError: the lower bound is not negative, or there is neither it nor `A_log`.
+
+    Source: Mamba-2, Gated DeltaNet and Kimi Linear (softplus); fla 0.6.0's KDA (the bound).
+    """
+    if A_log is None and lower_bound is None:
+        raise ValueError("A_log: expected a tensor without lower_bound, got None")
+    if not (lower_bound is None or lower_bound < 0):
+        raise ValueError(f"lower_bound: expected a negative number or None, got {lower_bound}")
+    x = x.to(compute_dtype(x))
+    x = x if bias is None else x + bias.to(x.dtype).reshape(x.shape[2:])
+    rate = 1.0 if A_log is None else A_log.to(x.dtype).exp().reshape(-1, *[1] * (x.ndim - 3))
+    return -rate * F.softplus(x) if lower_bound is None else lower_bound * (rate * x).sigmoid()
 
 
 def chunk_cumsum(g: Tensor, C: int, *, base2: bool = False) -> Tensor:

@@ -34,6 +34,7 @@ KINDS = {
     "gla_step": "gla",
     "gated_delta_rule": "gated_delta_rule",
     "gated_delta_rule_hopper": "gated_delta_rule",
+    "kda": "kda",
 }
 TIMED = {"B": 8, "T": 8192, "H": 16, "HV": 16, "K": 128, "V": 128}
 FEWER = {"first": {"T": 64}, "gla_step": {"T": 1}}  # the most tokens that a page takes, in all or at a time
@@ -72,7 +73,7 @@ def timed(name: str, page: Callable, dtype: torch.dtype) -> str:
         values = {"gate": logsigmoid(y) / 16, "strength": y.sigmoid()}.get(argument.role, y)
         x[argument.name] = (normalize(values, dim=-1) if argument.name == "k" else values).to(dtype)
     x["d o"] = torch.randn_like(x["v"])
-    if name.startswith("gated_delta_rule"):
+    if "beta" in x:
         x["g"], x["beta"] = x["g"].float(), x["beta"].float()
     took = []
     for _ in range(23):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._contract import check_chunk
 from ..gla import two_level_blocks
@@ -239,8 +239,13 @@ def scalar_gated(h: Head) -> Callable[[int], int]:
     return lambda n: 4 * n * n + n * (3 * h.K + 4) + h.S
 
 
-def kda_chunkwise(h: Head) -> Cost:
-    return delta_chunkwise(h, h.K, lambda n: 10 * n * n * h.K + 10 * n * h.K + h.K + h.S, scores=0)
+def kda_chunkwise(h: Head, c: int | None = None) -> Cost:
+    """In log space all pairs of a chunk, or those of each block of c, which reads the tokens before it by products."""
+    cost = delta_chunkwise(h, h.K, lambda n: 10 * n * h.K + h.K + h.S, scores=0)
+    blocks = [(min(c or n, n - i), i) for n in h.tiles for i in range(0, n, c or n)]  # (tokens, tokens before)
+    pairs = sum(10 * m * m + (6 * (m + i) if i else 0) for m, i in blocks) * h.K
+    products = sum(4 * m * i for m, i in blocks) * h.K
+    return replace(cost, matmul_flops=cost.matmul_flops + products, elementwise_flops=cost.elementwise_flops + pairs)
 
 
 def gla_parallel_log(h: Head) -> Cost:
@@ -312,5 +317,9 @@ FORMS = {
         "chunkwise_substitution": lambda h: delta_chunkwise(h, 1, scalar_gated(h), substitution),
         "scan": lambda h: delta_scan(h, 1),
     },
-    "kda": {"recurrent": lambda h: delta_recurrent(h, h.K), "chunkwise": kda_chunkwise},
+    "kda": {
+        "recurrent": lambda h: delta_recurrent(h, h.K),
+        "chunkwise": kda_chunkwise,
+        "chunkwise_two_level": lambda h: kda_chunkwise(h, h.c),
+    },
 }

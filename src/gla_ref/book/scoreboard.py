@@ -52,6 +52,7 @@ ROWS = (
     Row("14_four_kernels", "the first four kernels", "gla", "chunkwise", "strong gates overflow", "gla_chunk_fuse", 18),
     Row("20_delta_rule", "delta rule", "delta_rule", "chunkwise", "overwrites, does not fade", "triton"),
     Row("23_delta_rule_fused", "gated delta rule", "gated_delta_rule", "chunkwise", "one gate a head", "triton"),
+    Row("24_kimi_delta_attention", "KDA", "kda", "chunkwise", "gates below −5 need levels", "triton", 5.5),
 )
 
 

@@ -19,10 +19,10 @@ import warnings
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import FORMS
+from ..gates import softplus_gate
 from .libraries import function
 
 COMPUTES = {  # functions of fla, and their mechanisms
@@ -38,6 +38,8 @@ COMPUTES = {  # functions of fla, and their mechanisms
     "fused_recurrent_delta_rule": "delta_rule",
     "chunk_gated_delta_rule": "gated_delta_rule",
     "fused_recurrent_gated_delta_rule": "gated_delta_rule",
+    "chunk_kda": "kda",
+    "fused_recurrent_kda": "kda",
 }
 MODULES = {"linear_attention": "linear_attn"}  # modules of fla.ops whose names differ from the mechanism's
 __all__ = [*COMPUTES, "Installed", "install", "mechanism", "theirs"]
@@ -134,9 +136,11 @@ def _replace(pairs: list[tuple[str, Callable, Callable]]) -> None:
 REFUSED = {
     "head_first": "False: tokens are [B, T, H, D] with time before heads",
     "reverse": "False: the recurrence runs forward in time",
-    "gk": "None: gates on keys are KDA, which has no kernel here",
     "gv": "None: the delta rules have no gate on values here",
     "cp_context": "None: gla_ref.context_parallel splits tokens over ranks",
+    "return_intermediate_states": "False: states inside a text are not kept here",
+    "use_graph": "False: boundaries are not padded for a graph here",
+    "max_num_seqs": "None: boundaries are not padded for a graph here",
 }
 
 
@@ -313,28 +317,31 @@ def _normalised(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def _delta(q, k, v, g, beta, normalise, scale, initial_state, output_final_state, cu_seqlens, state_v_first=False):
-    """Call our kernel of the gated delta rule, or of the delta rule if g is None."""
+def _delta(mechanism, q, k, v, g, beta, normalise, *rest):
+    """Call our kernel of a mechanism of the delta family, with g None for the delta rule."""
     if normalise:
         q, k = _normalised(q), _normalised(k)
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
-    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
-    return (
-        _ours("delta_rule", (q, k, v, beta), *rest)
-        if g is None
-        else _ours("gated_delta_rule", (q, k, v, g, beta), *rest)
-    )
+    return _ours(mechanism, (q, k, v, beta) if mechanism == "delta_rule" else (q, k, v, g, beta), *rest)
 
 
 def _strength(beta: Tensor | None, sigmoid: bool, negative: bool) -> Tensor | None:
-    """Return write strengths: beta itself, or the sigmoid of logits, twice the sigmoid for negative eigenvalues."""
+    """Return write strengths: beta itself, or the sigmoid of logits, twice the sigmoid for negative eigenvalues.
+
+    Raises:
+        ValueError: `negative` without `sigmoid`, as in fla.
+    """
+    if negative and not sigmoid:
+        raise ValueError("allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel, got True")
     if not sigmoid or beta is None:
         return beta
     return beta.sigmoid() * (2 if negative else 1)
 
 
-def _log_gate(g: Tensor | None, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor | None:
-    """Return log gates: g itself or, if `raw`, -e^A_log softplus(g + dt_bias) in float32.
+def _log_gate(
+    g: Tensor | None, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> Tensor | None:
+    """Return log gates: g itself or, if `raw`, those of :func:`gla_ref.gates.softplus_gate` in float32.
 
     Raises:
         ValueError: `raw` without g or A_log, or A_log or dt_bias without `raw`.
@@ -344,10 +351,9 @@ def _log_gate(g: Tensor | None, raw: bool, A_log: Tensor | None, dt_bias: Tensor
             if x is not None:
                 raise ValueError(f"{name}: expected None without use_gate_in_kernel, got a tensor")
         return g
-    if g is None or A_log is None:
+    if g is None or (A_log is None and lower_bound is None):
         raise ValueError(f"{'g' if g is None else 'A_log'}: expected a tensor with use_gate_in_kernel, got None")
-    g = g.float() if dt_bias is None else g.float() + dt_bias.float()
-    return -A_log.float().exp() * F.softplus(g)
+    return softplus_gate(g.float(), A_log, dt_bias, lower_bound=lower_bound)
 
 
 def chunk_delta_rule(
@@ -372,7 +378,7 @@ def chunk_delta_rule(
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(False, **kwargs)
-    return _delta(q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
+    return _delta("delta_rule", q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
 
 
 def fused_recurrent_delta_rule(
@@ -381,7 +387,7 @@ def fused_recurrent_delta_rule(
 ):  # fmt: skip
     """Call the kernel of :func:`chunk_delta_rule`; without beta, write strengths are 1."""
     rest = scale, initial_state, output_final_state, cu_seqlens
-    return _delta(q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
+    return _delta("delta_rule", q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
 
 
 def chunk_gated_delta_rule(
@@ -422,7 +428,7 @@ def chunk_gated_delta_rule(
     state_v_first = _state_v_first(state_v_first, cp_context=cp_context, **kwargs)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
-    return _delta(q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
+    return _delta("delta_rule" if g is None else "gated_delta_rule", q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -430,10 +436,76 @@ def fused_recurrent_gated_delta_rule(
     use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False,
     allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
-    """Call the kernel of :func:`chunk_gated_delta_rule`; without g this is the delta rule; without beta, beta is 1."""
-    _refuse(gk=gk, gv=gv)
+    """Call the kernel of :func:`chunk_gated_delta_rule`; without g this is the delta rule; without beta, beta is 1.
+
+    With `gk`, log gates for channels `[B, T, HV, K]`, alone or added to g, this is KDA.
+    """
+    _refuse(gv=gv)
     g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias)
+    mechanism = "kda" if gk is not None else "delta_rule" if g is None else "gated_delta_rule"
+    if gk is not None:
+        g = gk if g is None else g[..., None] + gk
     state_v_first = _state_v_first(state_v_first, **kwargs)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
-    return _delta(q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
+    return _delta(mechanism, q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context=None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention by :func:`gla_ref.kernels.kda.kda`; other arguments as in :func:`chunk_gated_delta_rule`.
+
+    Args:
+        g: natural log gates `[B, T, HV, K]`.
+        use_gate_in_kernel: g are logits; the log gates are those of :func:`gla_ref.gates.softplus_gate` with `A_log`
+            `[HV]` and, if given, `dt_bias` `[HV K]` among `kwargs`; here PyTorch makes them before the kernel.
+        safe_gate: a hint, as `disable_recompute` is: our kernels look at the gates and are right for all.
+        lower_bound: of gates from logits, which then need no `A_log`; without logits a hint.
+        return_intermediate_states: refused, as `use_graph` and `max_num_seqs` are.
+    """
+    _check_copy(cu_seqlens, cu_seqlens_cpu)
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError("lower_bound: expected a number with safe_gate and use_gate_in_kernel, got None")
+    A_log, dt_bias = (kwargs.pop(n, None) for n in ("A_log", "dt_bias"))
+    kwargs |= {"cp_context": cp_context, "return_intermediate_states": return_intermediate_states}
+    state_v_first = _state_v_first(state_v_first, use_graph=use_graph, max_num_seqs=max_num_seqs, **kwargs)
+    g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    return _delta("kda", q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
+
+
+def fused_recurrent_kda(
+    q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+    lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    """Call the kernel of :func:`chunk_kda`."""
+    state_v_first = _state_v_first(state_v_first, **kwargs)
+    g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    return _delta("kda", q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..models import LanguageModel
 from ..models.layer import GatedLinearAttention
-from ..models.mixers import GatedDeltaRule, Mamba2, RetNet, ScalarGates
+from ..models.mixers import GatedDeltaRule, KimiDeltaAttention, Mamba2, RetNet, ScalarGates
 
 __all__ = ["CHUNK", "STRONG", "gates_of", "log_gates"]
 
@@ -33,6 +33,8 @@ def log_gates(layer, x: Tensor) -> Tensor | None:
         return layer.inputs(x, None, None, None)[-1].float()
     if isinstance(layer, ScalarGates | RetNet):
         return layer.inputs(x, None, None, None)[-1].float()[..., None]
+    if isinstance(layer, KimiDeltaAttention):
+        return layer.gates(x).float()
     if isinstance(layer, Mamba2 | GatedDeltaRule):
         return layer.dt(x)[1].float()[..., None]
     return None

@@ -8,7 +8,7 @@ from .flash_attention import flash_attention
 from .gla import gla
 from .kda import kda
 from .linear_attention import linear_attention, simple_gla
-from .steps import delta_rule_step, gated_delta_rule_step, gla_step
+from .steps import delta_rule_step, gated_delta_rule_step, gla_step, kda_step
 
 __all__ = [
     "delta_rule",
@@ -20,6 +20,7 @@ __all__ = [
     "gla_chunk_fuse",
     "gla_step",
     "kda",
+    "kda_step",
     "linear_attention",
     "simple_gla",
 ]

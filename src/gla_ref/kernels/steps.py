@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _contract as contract
-from . import delta, gla
+from . import delta, gla, kda
 from .launch.checks import check_call
 from .launch.hardware import Hardware
 from .launch.operator import forward_only, with_state
@@ -18,7 +18,7 @@ from .launch.program import Planned
 from .portable import delta_step, gla_two_sided
 from .portable.gla_step import plan_step
 
-__all__ = ["delta_rule_step", "gated_delta_rule_step", "gla_step"]
+__all__ = ["delta_rule_step", "gated_delta_rule_step", "gla_step", "kda_step"]
 
 
 def plan_gla(hardware: Hardware, call: gla.Call) -> Plan:
@@ -28,8 +28,10 @@ def plan_gla(hardware: Hardware, call: gla.Call) -> Plan:
 
 gla_forward = Planned(plan_gla, gla.Call, gla.check)
 delta_forward = Planned(delta_step.plan_step, delta.Call, delta.check)
+kda_forward = Planned(delta_step.plan_step, kda.Call, kda.check)
 _gla_step = forward_only(with_state("gla_step", gla_forward))
 _delta_step = forward_only(with_state("delta_step", delta_forward))
+_kda_step = forward_only(with_state("kda_step", kda_forward))
 
 
 def gla_step(
@@ -125,9 +127,27 @@ def delta_rule_step(
     return step(call)
 
 
-def step(call: delta.Call) -> tuple[Tensor, Tensor]:
+def kda_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """KDA for one token or a few: :func:`gated_delta_rule_step` with a gate for each channel, g `[B, T, HV, K]`."""
+    call = kda.Call(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
+    )  # fmt: skip
+    return step(call, _kda_step)
+
+
+def step(call: delta.Call | kda.Call, form=_delta_step) -> tuple[Tensor, Tensor]:
     """(o, final state) of a call of a delta rule."""
     if call.scale is not None:
         call = call._replace(scale=contract.check_scale(call.scale, 1))
-    o, S = _delta_step(call)
+    o, S = form(call)
     return o, S

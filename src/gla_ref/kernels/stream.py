@@ -15,6 +15,7 @@ from ..mechanisms import MECHANISMS
 __all__ = ["CHUNK", "Stream"]
 
 CHUNK = 64  # tokens: a multiple of the chunk length of every kernel here
+ANCHORED = ("gla", "kda")  # their decays within a chunk depend on later tokens of the chunk
 
 
 class Stream:
@@ -23,11 +24,11 @@ class Stream:
     A stream keeps the state at the last multiple of 64 tokens, and the tokens since. Each call computes those tokens
     again. So prefill and decode give the same bits, at the price of up to 63 more tokens per call.
 
-    Gated Linear Attention decays a chunk's tokens from the middle of the chunk, which later tokens move. Its pieces
-    must end at multiples of 64, except the last.
+    Gated Linear Attention decays a chunk's tokens from the middle of the chunk, which later tokens move, and KDA's from
+    the middle of a part of it. Pieces of these two must end at multiples of 64, except the last.
 
     Attributes:
-        mechanism: "linear_attention", "simple_gla", "gla", "delta_rule" or "gated_delta_rule".
+        mechanism: "linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule" or "kda".
         length: tokens so far.
     """
 
@@ -42,7 +43,7 @@ class Stream:
         Raises:
             ValueError: there is no such mechanism.
         """
-        known = [name for name in MECHANISMS if name not in ("softmax_attention", "kda")]
+        known = [name for name in MECHANISMS if name != "softmax_attention"]
         if mechanism not in known:
             raise ValueError(f"mechanism: expected one of {', '.join(known)}, got {mechanism!r}")
         self.mechanism, self.scale, self.length = mechanism, scale, 0
@@ -59,7 +60,7 @@ class Stream:
             o `[B, T, HV, V]`.
 
         Raises:
-            ValueError: a piece follows one that ended inside a chunk, and the mechanism is "gla"; or B has changed.
+            ValueError: a piece follows one that ended inside a chunk of "gla" or "kda"; or B has changed.
             TypeError, ValueError: an argument does not fit; the message names it.
         """
         names = MECHANISMS[self.mechanism].required
@@ -68,9 +69,9 @@ class Stream:
         before, B = self.length % CHUNK, len(tensors[0])
         if self._since is not None and len(self._since[0]) != B:
             raise ValueError(f"q: expected B = {len(self._since[0])} as in the pieces before, got {B}")
-        if before and self.mechanism == "gla":
+        if before and self.mechanism in ANCHORED:
             raise ValueError(
-                f"q: expected pieces that end at a multiple of {CHUNK} tokens for gla, "
+                f"q: expected pieces that end at a multiple of {CHUNK} tokens for {self.mechanism}, "
                 f"got one that ended at {self.length}"
             )
         if before:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ..over_ranks.pieces import Pieces
 
 REFERENCE = {"softmax_attention": "parallel"}  # all other mechanisms: "chunkwise"
-# a chunk of GLA takes C x C x K exponentials, so short chunks are faster on a CPU. Not "chunkwise_two_level": it adds
-# into slices of one tensor, and the gradient of every slice is as long as the text, so its time grows with T squared
-OPTIONS = {("gla", "chunkwise"): {"C": 16}}
+# a chunk of GLA or KDA takes C x C x K exponentials, so short chunks are faster on a CPU. GLA's "chunkwise_two_level"
+# adds into slices of one tensor, and the gradient of every slice is as long as the text: its time grows with T squared
+OPTIONS = {("gla", "chunkwise"): {"C": 16}, ("kda", "chunkwise"): {"C": 16}}
 
 
 def choose(mechanism: str, device: torch.device, dtype: torch.dtype, T: int, gradient: bool) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 __all__ = ["Config"]
 
-MIXERS = ("softmax", "linear", "retnet", "scalar", "mamba2", "gla", "gated_delta")  # classes: mixers.py
+MIXERS = ("softmax", "linear", "retnet", "scalar", "mamba2", "gla", "gated_delta", "kda")  # classes: mixers.py
 # fields of fla's files that we ignore: settings that change no result, and bookkeeping of transformers
 WITHOUT_EFFECT = set(
     "attn_mode fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy max_position_embeddings "
@@ -36,6 +36,7 @@ NEUTRAL = {
 }
 # fla fixes these fields and does not write them (weights that are loaded need no start)
 FLA_HAS = {"mixer": "gla", "gate_rank": 16, "tau": 16.0, "head_norm": "rms", "conv_range": 0.02, "output_range": None}
+FLA_HAS |= {"lower_bound": None}
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Config:
         mixer: a key of :data:`gla_ref.models.mixers.MIXERS`; ablations change only this field.
         expand_k: H K / d of all mixers except softmax, which has 1.
         expand_v: H V / d of all mixers except softmax, which has 1.
-        gate_rank: rank of GLA's gate (the paper: 16).
+        gate_rank: rank of the gates of GLA (the paper: 16) and KDA (as many as a head has values).
         tau: temperature of the gates of GLA and its scalar kin (the paper: 16).
+        lower_bound: a negative number that KDA's log gates stay above (-5 in models); None: any gate up to 0.
         head_norm: the norm of a head's output: "rms", as in the published checkpoints, or "layer", as in the paper.
         use_short_conv: whether a causal convolution and silu follow the projections of q, k and v.
         conv_size: tokens that the convolution sees.
@@ -77,6 +79,7 @@ class Config:
     expand_v: float = 1.0
     gate_rank: int = 16
     tau: float = 16.0
+    lower_bound: float | None = None
     head_norm: str = "rms"
     use_short_conv: bool = False
     conv_size: int = 4
@@ -108,7 +111,7 @@ class Config:
                 )
 
     def _check_kind(self, name: str, kind: str) -> None:
-        """Check that numbers are positive and finite, integers are integers, switches are True or False."""
+        """Check that numbers are positive (a bound negative) and finite, integers are integers, switches are bool."""
         x = getattr(self, name)
         if kind.endswith("| None") and x is None or kind == "str":
             return
@@ -117,10 +120,11 @@ class Config:
                 raise TypeError(f"{name}: expected True or False, got {x!r}")
             return
         kinds, words = ((int, float), "number") if kind.startswith("float") else (int, "integer")
+        sign, word = (-1, "negative") if name == "lower_bound" else (1, "positive")
         if isinstance(x, bool) or not isinstance(x, kinds):
-            raise TypeError(f"{name}: expected a positive {words}, got {x!r}")
-        if not 0 < x < math.inf:
-            raise ValueError(f"{name}: expected a positive {words}, got {x!r}")
+            raise TypeError(f"{name}: expected a {word} {words}, got {x!r}")
+        if not 0 < sign * x < math.inf:
+            raise ValueError(f"{name}: expected a {word} {words}, got {x!r}")
 
     @property
     def key_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Mixers of one interface: softmax attention and six linear ones, which differ in their gates (chapters 17 and 18).
+"""Mixers of one interface: softmax attention and seven linear ones, which differ in their gates (chapters 17 and 18).
 
 All mixers have the projections of :mod:`gla_ref.models.layer`, and all except softmax its output gate and norm, so a
 comparison shows the state's update alone. A mixer has the gate of the model that it is named after, in the published
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._contract import compute_dtype
+from ..gates import softplus_gate
 from ._forms import attend, owners, places
 from .layer import START, GatedLinearAttention, GatedOutput, LayerState, Mixer
 
@@ -27,6 +28,7 @@ __all__ = [
     "MIXERS",
     "Cache",
     "GatedDeltaRule",
+    "KimiDeltaAttention",
     "LinearAttention",
     "Mamba2",
     "RetNet",
@@ -79,14 +81,14 @@ class ScalarGates(GatedOutput):
 class StepSize(nn.Module):
     """Mamba-2's step size Delta = softplus(x W + b) and gate g = -e^A Delta, one of each a head, in float32.
 
-    At the start e^A is between 1 and 16 and Delta, at x = 0, between 0.001 and 0.1 (Mamba-2's published values).
+    At the start e^A is between 1 and `most` and Delta, at x = 0, between 0.001 and 0.1 (Mamba-2's published values).
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, proj: nn.Module | None = None, channels: int = 1, most: float = 16.0):
         super().__init__()
-        H = config.num_heads
-        self.proj = nn.Linear(config.hidden_size, H, bias=False)
-        self.bias, self.A_log = (nn.Parameter(torch.empty(H)) for _ in range(2))
+        H, self.most = config.num_heads, most
+        self.proj = proj or nn.Linear(config.hidden_size, H, bias=False)
+        self.bias, self.A_log = (nn.Parameter(torch.empty(n)) for n in (H * channels, H))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -94,7 +96,7 @@ class StepSize(nn.Module):
         """Draw the biases and e^A anew."""
         delta = torch.empty_like(self.bias).uniform_(math.log(0.001), math.log(0.1)).exp()
         self.bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # softplus(bias) = delta
-        self.A_log.uniform_(1, 16).log_()
+        self.A_log.uniform_(1, self.most).log_()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(Delta, g) of x `[B, T, d]`, both `[B, T, H]`."""
@@ -127,12 +129,41 @@ class GatedDeltaRule(GatedOutput):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self.dt, self.b_proj = StepSize(config), nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.dt, self.b_proj = self.steps(config), nn.Linear(config.hidden_size, self.heads, bias=False)
+
+    def steps(self, config: Config) -> StepSize:
+        """The module that the gates are made by."""
+        return StepSize(config)
+
+    def gates(self, x: Tensor) -> Tensor:
+        """g `[B, T, H]`."""
+        return self.dt(x)[1]
 
     def inputs(self, x, q, k, v):
-        """q, k, v, g and beta `[B, T, H]`."""
+        """q, k, v, gates and beta `[B, T, H]`."""
         q, k = (F.normalize(wide(y), dim=-1).to(v.dtype) for y in (q, k))
-        return q, k, v, self.dt(x)[1], self.b_proj(x).sigmoid()
+        return q, k, v, self.gates(x), self.b_proj(x).sigmoid()
+
+
+class KimiDeltaAttention(GatedDeltaRule):
+    """A step size for every key channel, from x through a bottleneck: the gated delta rule with GLA's kind of gate.
+
+    With `Config.lower_bound` the gates are that number times a sigmoid. Then e^A is 1 at the start, as in fla 0.6.0.
+    """
+
+    mechanism = "kda"
+
+    def steps(self, config: Config) -> StepSize:
+        """A bottleneck to all channels, their biases, and a rate e^A of each head."""
+        d, r, self.lower_bound = config.hidden_size, config.gate_rank, config.lower_bound
+        proj = nn.Sequential(nn.Linear(d, r, bias=False), nn.Linear(r, config.key_size, bias=False))
+        most = 16.0 if self.lower_bound is None else 1.0
+        return StepSize(config, proj, config.key_size // self.heads, most)
+
+    def gates(self, x: Tensor) -> Tensor:
+        """g `[B, T, H, K]`."""
+        dt = self.dt
+        return softplus_gate(self.split(dt.proj(x)), dt.A_log, dt.bias, lower_bound=self.lower_bound)
 
 
 def rotate(x: Tensor, place: Tensor, base: float = 10000.0) -> Tensor:
@@ -234,4 +265,5 @@ MIXERS = {
     "mamba2": Mamba2,
     "gla": GatedLinearAttention,
     "gated_delta": GatedDeltaRule,
+    "kda": KimiDeltaAttention,
 }

@@ -21,6 +21,7 @@ MAPS = {
     "gla": "B HV K 1",
     "delta_rule": "B HV K K",
     "gated_delta_rule": "B HV K K",
+    "kda": "B HV K K",
 }
 WORTH = 0.75  # a pipeline may take this share of an all-gather's time
 

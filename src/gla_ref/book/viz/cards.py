@@ -72,6 +72,8 @@ CARDS = tuple(Card(*texts) for texts in (
      "Read a kernel whose warps have different jobs, and say what limits it."),
     ("Beyond", "23_delta_rule_fused", "The delta rule, fully fused", "What can be done before the state is known?",
      "Find the path that must stay in order, and move all else off it."),
+    ("Beyond", "24_kimi_delta_attention", "Kimi Delta Attention", "Can a memory fade by channel and still overwrite?",
+     "Put GLA's gates into the delta rule's chunk, and say what a kernel may not forget."),
     ("Beyond", "25_many_gpus", "Many GPUs", "How do several GPUs share one text?",
      "Split a recurrence over GPUs, count what crosses, and say when it pays."),
 ))  # fmt: skip

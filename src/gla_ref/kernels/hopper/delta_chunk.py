@@ -36,7 +36,7 @@ from .tiles import LOG2E, operand, store_box, store_rows
 
 barrier = named("barrier")
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
-VARIABLE = ("N", "T", "L", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
+VARIABLE = ("N", "T", "L", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh", "zero")
 
 
 @gluon.jit

@@ -193,7 +193,8 @@ def store_T(tiles, s, Y, GATED: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def solver(
-    tiles, bars, scratch, strong, begin, end, n, scale, GATED: gl.constexpr, PACKED: gl.constexpr, EXACT: gl.constexpr
+    tiles, bars, scratch, strong, begin, end, n, scale, zero, GATED: gl.constexpr, PACKED: gl.constexpr,
+    EXACT: gl.constexpr,
 ):
     """(1) of each chunk; without EXACT also whether one of them needs it."""
     K: gl.constexpr = tiles.q.shape[4]
@@ -217,7 +218,7 @@ def solver(
         none = gl.zeros([C, C], gl.float32, wide)
         N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(bars.gated.index(s), parity)
-        never = ((c - n) >> 31) + 1
+        never = c & zero
         E = decays(tiles, s, never, GATED, wide)
         strength = -row(tiles, s, BETA).load(gl.SliceLayout(1, wide))[:, None]
         N = warpgroup_mma_wait(0, deps=[N])
@@ -231,7 +232,7 @@ def solver(
             E *= row(tiles, s, LEFT).load(gl.SliceLayout(1, wide))[:, None]
         else:
             E *= scale
-        eliminate(scratch, EXACT)
+        eliminate(scratch, never, EXACT)
         P = warpgroup_mma_wait(0, deps=[P]) * E
         P, power = scaled_rows(P, b_k.dtype)
         tiles.P.index(s).store(P)
@@ -354,7 +355,7 @@ def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.con
 
 @gluon.jit(do_not_specialize=VARIABLE)
 def fused(
-    q, k, v, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_o, o, S_in, S_out, strong, cu, T, HV, G, scale,
+    q, k, v, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_o, o, S_in, S_out, strong, cu, T, HV, G, scale, zero,
     K: gl.constexpr, V: gl.constexpr, EXACT: gl.constexpr, R_SOLVER: gl.constexpr,
 ):
     """A value head of a sequence, chunk by chunk, from its state in S_in (or zeros) to S_out.
@@ -403,7 +404,7 @@ def fused(
     gl.warp_specialize(
         [
             (walker, (outputs, tiles, bars, which, t_u, GATED, PACKED)),
-            (solver, (tiles, bars, scratch, strong, begin, end, n, scale, GATED, PACKED, EXACT)),
+            (solver, (tiles, bars, scratch, strong, begin, end, n, scale, zero, GATED, PACKED, EXACT)),
             (loader, of_loader),
         ],
         [4, 1],
@@ -446,7 +447,7 @@ def plan_forward(hardware: Hardware, call) -> Plan:
         draft.launch(
             fused, shared.H * shared.N,
             box(q, C.value, K), box(k, C.value, K), box(v, C.value, V), g, beta, *strides(g), *strides(beta),
-            box(o, C.value, V), o, shared.S_in, S_T, strong, shared.cu, shared.T, shared.H, shared.G, shared.scale,
+            box(o, C.value, V), o, shared.S_in, S_T, strong, shared.cu, shared.T, shared.H, shared.G, shared.scale, 0,
             K=K, V=V, EXACT=exact, R_SOLVER=roles.of_solver, num_warps=V // 16, maxnreg=roles.at_entry,
         )
     return draft.plan("hopper_fused", o, S_T)

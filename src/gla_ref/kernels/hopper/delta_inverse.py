@@ -154,12 +154,12 @@ def is_strong(most):
 
 
 @gluon.jit
-def eliminate(scratch, PAIRS: gl.constexpr):
-    """The inverses of the blocks of 8 on the diagonal of I - N."""
+def eliminate(scratch, never, PAIRS: gl.constexpr):
+    """The inverses of the blocks of 8 on the diagonal of I - N. `never` is 0, which a loop's compiler does not know."""
     # side by side, a thread per row: y (I - N) = e_i, from the last column to the first
     eight: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [2, 2, 1], [2, 1, 0])
-    b = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, eight)))[:, None, None]
-    i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, eight)))[None, :, None]
+    b = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, eight)))[:, None, None] + never
+    i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, eight)))[None, :, None] + never
     j = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, eight)))[None, None, :]
     Y = gl.where(i == j, 1.0, gl.zeros([8, 8, 8], gl.float32, eight))
     for n in gl.static_range(7):

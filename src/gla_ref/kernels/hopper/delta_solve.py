@@ -119,7 +119,7 @@ def solve(
     P, of_P = operand(gl.where(i >= j, P * E, 0.0), k.dtype)
     t_P.reshape([C, C]).store(P)
     spread(gl.where(i >= j, N * E * -strength, 0.0), scratch, 1)
-    eliminate(scratch, 1)
+    eliminate(scratch, 0, 1)
     Y = inverse(scratch, 1, wide)
     if BETA is None:
         Y = Y * t_sums.index(2).load(gl.SliceLayout(0, wide))[None, :]

@@ -15,25 +15,24 @@ U = T v and W = T k^ are all of w that knows T, so no v, no inverse and no pair 
 divides by beta: `prepare` counts a strength below 2^-40 in size as 2^-40.
 
 *Anchors.* A chunk has blocks J of 16 tokens, x is the sum of gates from the block's first token to i, D_J the block's
-sum. A table has four rows, one for each block, of each of::
+sum, h = D_J / 2, or 0 in a strong channel of the block (D_J < LIMIT). Left operands are q e^(x - h), k e^(x - h), right
+ones k e^(D - x - h), and a pair of blocks J < I meets by one number of each channel::
 
-    H    e^h: h = D_J / 2, or 0 in a strong channel of the block (D_J < LIMIT)
-    OWN  e^-h, or 0
-    ALL  e^(D_J)
-    REST D_J - 2 h
+    e^(h_I + D_(I - 1) + ... + D_(J + 1) + h_J)        in the own block e^-h e^h, or 0 in a strong channel
 
-Left operands are q e^(x - h), k e^(x - h), right ones k e^(D - x - h). What a token reads of the state and of earlier
-blocks is anchored at its block's begin, what is read of it behind its block at its end, so block after block joins by H
-and ALL, exponents <= 0; its own block joins by OWN. Channels do not meet in a gradient, so each block and channel is
-strong or not on its own: OWN leaves the own pairs of strong ones out, and `mend_gradients` of
-../portable/kda_gradient.py adds them by levels. Pairs of (8) are made of the same rounded operands on both sides, so
-they cancel to float32. i = j is left out of F and added in float32.
+of which e^h of the block that is read for comes in the end. `weights` has the rest for what I reads of J and what is
+read of J by I: row J, columns of all blocks. Exponents are <= 0 but for the own block's. Channels do not meet in a
+gradient, so each block and channel is strong or not on its own: own pairs of strong ones are left out, and
+`mend_gradients` of ../portable/kda_gradient.py adds them by levels. Pairs of (8) are made of the same rounded operands
+on both sides, so they cancel to float32. i = j is left out of F and added in float32.
 
 A program has one role of four warps for a chunk of a value head, 32 channels at a time; a warp has a block of 16
 tokens. It waits at four barriers, and nobody waits for it: for T, e, w; for do; for q, k, g; for S, R. Packed
 sequences: rows of the next sequence are overwritten with zeros, and threads store a last chunk that is not whole. If
-value heads share key heads, each has its own dq and dk, and PyTorch adds them up. Shared memory: 111 KB, two programs a
-multiprocessor.
+value heads share key heads, each has its own dq and dk, and PyTorch adds them up. Shared memory: 113 KB, two programs a
+multiprocessor. They leave 28 KB of L1, so what is spilled comes back from L2. Therefore indices in the loop depend on
+`never`, a zero that the compiler does not know: descriptors and addresses that it takes out of the loop are spilled.
+And waits name the sums so far among what must be there (`deps`), so that a block's sums are finished one block later.
 
 The launches, each of which waits for the one before: `prepare` and `mend` of kda_prepare.py, `walks`, `gradients`,
 `mend_gradients`. Nothing of the forward pass is kept but its inputs. Each sequence is walked in one go.
@@ -75,17 +74,17 @@ copy_in, copy_out = named("copy_in"), named("copy_out")
 BK = gl.constexpr(32)  # channels at a time
 LEAST = gl.constexpr(2.0**-40)  # strengths below it in size count as it
 REGISTERS = 255  # of a thread: two programs share a multiprocessor
-VARIABLE = ("N", "T", "HV", "G", "s_bb", "s_bt", "s_bh")
+VARIABLE = ("N", "T", "HV", "G", "s_bb", "s_bt", "s_bh", "zero")
 
 
 @gluon.jit
-def over_blocks(x, y, none):
-    """Begin x y^T of tiles [n, 1, 1, rows, 64], side by side."""
+def over_blocks(x, y, none, first):
+    """Begin x y^T of tiles [n, 1, 1, rows, 64], side by side; `first` is 0."""
     total = none
     TILES: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = y.shape[3]
     for n in gl.static_range(TILES):
-        b_x, b_y = x.index(n).reshape([C, 64]), y.index(n).reshape([ROWS, 64])
+        b_x, b_y = x.index(first + n).reshape([C, 64]), y.index(first + n).reshape([ROWS, 64])
         total = warpgroup_mma(b_x, b_y.permute((1, 0)), total, use_acc=n > 0, is_async=True)
     return total
 
@@ -122,15 +121,9 @@ def store_blocks(tile, x, thin: gl.constexpr):
 
 
 @gluon.jit
-def factors(table, J: gl.constexpr, first, o_a, of_a: gl.constexpr, LATER: gl.constexpr):
-    """Of each block [4, BK]: of what was joined before block J, and of block J's part, whose own block is `first`."""
-    of_ad: gl.constexpr = gl.SliceLayout(0, of_a)
-    H, ALL = table.index(J).load(of_ad)[None, :], table.index(8 + J).load(of_ad)[None, :]
-    if LATER:
-        before = gl.where(o_a > J, ALL, 1.0)
-    else:
-        before = gl.where(o_a < J, ALL, 1.0)
-    return before[:, None, :], gl.where(o_a == J, first, H)[:, None, :]
+def row(table, n: gl.constexpr, layout: gl.constexpr):
+    """[1, BK]"""
+    return table.index(n).load(layout)[None, :]
 
 
 @gluon.jit
@@ -144,12 +137,12 @@ def load_tiles(box, at_0, at_1, at_2, o, bar, tiles):
 @gluon.jit(do_not_specialize=VARIABLE)
 def gradients(
     q, k, g, do, d_w, d_e, d_T, d_S, d_R, beta, s_bb, s_bt, s_bh, d_dq, d_dk, d_dv, dq, dk, dv, dg, dbeta, weak, strong,
-    cu, N, T, HV, G, scale, K: gl.constexpr, V: gl.constexpr,
+    cu, N, T, HV, G, scale, zero, K: gl.constexpr, V: gl.constexpr,
 ):
     """(3) to (8) of a chunk of a value head, but for the own pairs of strong blocks.
 
     q, k, g, d_dq, d_dk are boxes of BK columns, d_S and d_R of BK x 64, do to d_T and d_dv of 64. `weak` [slots, 4, K]
-    is 0 where a block's own pairs are left out, `strong` [slots] is 1 if there are any. dg may be None.
+    is 0 where a block's own pairs are left out, `strong` [slots] is 1 if there are any. dg may be None, `zero` is 0.
     """
     PACKED: gl.constexpr = cu is not None
     N_K: gl.constexpr = K // BK
@@ -185,20 +178,19 @@ def gradients(
     t_w = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_w.layout)
     t_e = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_e.layout)
     t_FG = gl.allocate_shared_memory(do.dtype, [2, 1, 1, C, C], d_dv.layout)  # T and dv, then F and G
-    t_q = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], q.layout)
-    t_k = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], k.layout)
+    q_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
+    k_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], k.layout)
     # gates, and then sums in float32: gates of 16 bits fill half. Allocated as the copy engine's, which aligns it
     gates = gl.allocate_shared_memory(g.dtype, [(C * BK * 4) // g.block_type.nbytes, 1, 1, C, BK], g.layout)
-    t_g, t_x = gates.index(0), reinterpret(gates, gl.float32, [C, BK], spread)
+    xs = reinterpret(gates, gl.float32, [1, C, BK], spread)
     t_S = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_S.layout)
     t_R = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_R.layout)
-    t_lq = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], q.layout)
-    t_lk = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], q.layout)
-    t_rk = gl.allocate_shared_memory(q.dtype, [1, 1, C, BK], q.layout)
-    table = gl.allocate_shared_memory(gl.float32, [16, BK], flat)
-    t_tail = gl.allocate_shared_memory(gl.float32, [4, BK], flat)
-    tables = reinterpret(table, gl.float32, [4, 4, BK], flat_2)
-    tails = reinterpret(t_tail, gl.float32, [4, BK], flat_2)
+    lq_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
+    lk_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
+    rk_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
+    table_tile = gl.allocate_shared_memory(gl.float32, [1, 16, BK], flat_2)
+    weights_tile = gl.allocate_shared_memory(gl.float32, [1, 16, BK], flat_2)
+    tails_tile = gl.allocate_shared_memory(gl.float32, [1, 4, BK], flat_2)
     t_own = gl.allocate_shared_memory(gl.float32, [C], flat)
     t_kept = gl.allocate_shared_memory(gl.float32, [BK], flat)
     ready = new_barriers(4, 1)
@@ -214,9 +206,9 @@ def gradients(
     mbarrier.expect(of_do, N_V * do.block_type.nbytes)
     load_tiles(do, i_b, i_h, o_t, 0, of_do, t_do)
     mbarrier.expect(of_keys, 2 * q.block_type.nbytes + g.block_type.nbytes)
-    copy_in(g, [i_b, i_h, o_t, 0], of_keys, t_g)
-    copy_in(k, [i_b, i_h // G, o_t, 0], of_keys, t_k)
-    copy_in(q, [i_b, i_h // G, o_t, 0], of_keys, t_q)
+    copy_in(g, [i_b, i_h, o_t, 0], of_keys, gates.index(0))
+    copy_in(k, [i_b, i_h // G, o_t, 0], of_keys, k_tile.index(0))
+    copy_in(q, [i_b, i_h // G, o_t, 0], of_keys, q_tile.index(0))
     mbarrier.expect(of_states, 2 * N_V * d_S.block_type.nbytes)
     load_tiles(d_S, pid, 0, 0, 0, of_states, t_S)
     load_tiles(d_R, pid, 0, 0, 0, of_states, t_R)
@@ -261,8 +253,8 @@ def gradients(
                 keep_rows(t_do.index(n).reshape([C, 64]), stop - o_t, wide)
             fence_async_shared()
             barrier()
-    G_ = over_blocks(t_e, t_w, none)
-    F = over_blocks(t_do, t_w, none)
+    G_ = over_blocks(t_e, t_w, none, 0)
+    F = over_blocks(t_do, t_w, none, 0)
     F, G_ = warpgroup_mma_wait(0, deps=[F, G_])
     t_own.store(gl.sum(gl.where(i == j, F, 0.0), 1))  # i = j crosses no gate
     F, G_ = gl.where(i > j, F, 0.0).to(q.dtype), gl.where(i > j, G_, 0.0).to(q.dtype)
@@ -272,27 +264,34 @@ def gradients(
     fence_async_shared()
     F_0, F_1, F_2, F_3 = four(F, left)
     G_0, G_1, G_2, G_3 = four(G_, left)
-    rows_F = reinterpret(t_FG.index(0), q.dtype, [4, 16, C], square)
-    rows_G = reinterpret(t_FG.index(1), q.dtype, [4, 16, C], square)
-    rows_lq = reinterpret(t_lq, q.dtype, [4, 16, BK], narrow)
-    rows_lk = reinterpret(t_lk, q.dtype, [4, 16, BK], narrow)
-    rows_rk = reinterpret(t_rk, q.dtype, [4, 16, BK], narrow)
 
-    zero = gl.zeros([C, BK], gl.float32, thin)
-    o_a = gl.arange(0, 4, layout=gl.SliceLayout(1, of_a))[:, None]
+    none_k = gl.zeros([C, BK], gl.float32, thin)
     o_f = gl.arange(0, 4, layout=gl.SliceLayout(1, of_f))[:, None]
     o_d = gl.arange(0, BK, layout=of_D)
     least = gl.zeros([4, BK], gl.float32, of_f)
     for m in range(N_K):
+        never = m & zero
+        t_g, t_x = gates.index(never), xs.index(never)
+        t_q, t_k = q_tile.index(never), k_tile.index(never)
+        t_lq, t_lk, t_rk = lq_tile.index(never), lk_tile.index(never), rk_tile.index(never)
+        b_table, tails = table_tile.index(never), tails_tile.index(never)
+        tables = reinterpret(b_table, gl.float32, [4, 4, BK], flat_2)
+        table, t_tail = reinterpret(b_table, gl.float32, [16, BK], flat), reinterpret(tails, gl.float32, [4, BK], flat)
+        weights = reinterpret(weights_tile.index(never), gl.float32, [4, 4, BK], flat_2)
+        rows_F = reinterpret(t_FG.index(never), q.dtype, [4, 16, C], square)
+        rows_G = reinterpret(t_FG.index(never + 1), q.dtype, [4, 16, C], square)
+        rows_lq = reinterpret(t_lq, q.dtype, [4, 16, BK], narrow)
+        rows_lk = reinterpret(t_lk, q.dtype, [4, 16, BK], narrow)
+        rows_rk = reinterpret(t_rk, q.dtype, [4, 16, BK], narrow)
         # compute: reads of S and writes to R, while the decays are made
         mbarrier.wait(of_states, m & 1)
-        b_q = over_blocks(t_do, t_S, zero)
-        b_k = over_blocks(t_e, t_S, zero)
-        b_v = over_blocks(t_w, t_R, zero)
+        b_q = over_blocks(t_do, t_S, none_k, never)
+        b_k = over_blocks(t_e, t_S, none_k, never)
+        b_v = over_blocks(t_w, t_R, none_k, never)
         kept = gl.zeros([BK], gl.float32, of_S)
         for n in gl.static_range(N_V):
-            b_S = t_S.index(n).reshape([BK, 64]).load(by_rows).to(gl.float32)
-            kept += gl.sum(b_S * t_R.index(n).reshape([BK, 64]).load(by_rows).to(gl.float32), 1)
+            b_S = t_S.index(never + n).reshape([BK, 64]).load(by_rows).to(gl.float32)
+            kept += gl.sum(b_S * t_R.index(never + n).reshape([BK, 64]).load(by_rows).to(gl.float32), 1)
         t_kept.store(kept)
         b_q, b_k, b_v = warpgroup_mma_wait(0, deps=[b_q, b_k, b_v])
 
@@ -312,14 +311,23 @@ def gradients(
         h = gl.where(mild, D * 0.5, 0.0)
         gl.store(weak + (pid.to(gl.int64) * 4 + o_f) * K + (m * BK + o_d)[None, :], mild.to(gl.int8))
         tables.index(0).store(gl.exp2(h))
-        tables.index(1).store(gl.where(mild, gl.exp2(-h), 0.0))
         tables.index(2).store(gl.exp2(D))
         tables.index(3).store(D - 2.0 * h)
         t_x.store(gl.convert_layout((x - h[:, None, :]).reshape([C, BK]), col))
-        E_1, E_2, E_3 = table.index(9).load(of_D), table.index(10).load(of_D), table.index(11).load(of_D)
-        E_2 = E_2 * E_3
-        tail = gl.where(o_f == 1, E_2[None, :], gl.where(o_f == 2, E_3[None, :], 1.0))
-        tails.store(gl.where(o_f == 0, (E_1 * E_2)[None, :], tail))  # e^(D of all later blocks)
+        H_0, H_1, H_2, H_3 = row(table, 0, of_D), row(table, 1, of_D), row(table, 2, of_D), row(table, 3, of_D)
+        A_0, A_1, A_2, A_3 = row(table, 8, of_D), row(table, 9, of_D), row(table, 10, of_D), row(table, 11, of_D)
+        A_12, own = A_1 * A_2, gl.where(mild, gl.exp2(-h), 0.0)
+        # from block J (a row) to each block on either side
+        w_0 = H_0 * gl.where(o_f == 3, A_12, gl.where(o_f == 2, A_1, 1.0))
+        w_3 = H_3 * gl.where(o_f == 0, A_12, gl.where(o_f == 1, A_2, 1.0))
+        weights.index(0).store(gl.where(o_f == 0, own, w_0))
+        weights.index(1).store(gl.where(o_f == 1, own, H_1 * gl.where(o_f == 3, A_2, 1.0)))
+        weights.index(2).store(gl.where(o_f == 2, own, H_2 * gl.where(o_f == 0, A_1, 1.0)))
+        weights.index(3).store(gl.where(o_f == 3, own, w_3))
+        begin = gl.where(o_f == 1, A_0, gl.where(o_f == 2, A_0 * A_1, A_0 * A_12))
+        tables.index(1).store(gl.where(o_f == 0, 1.0, begin))  # e^(D of all earlier blocks)
+        tail = gl.where(o_f == 0, A_12 * A_3, gl.where(o_f == 1, A_2 * A_3, A_3))
+        tails.store(gl.where(o_f == 3, 1.0, tail))  # of all later ones
 
         # operands
         z = blocks(t_x.load(thin), acc)
@@ -340,44 +348,49 @@ def gradients(
                 copy_in(d_R, [pid, 0, (m + 1) * BK, n * 64], of_states, t_R.index(n))
 
         # ends, the writes to R
-        b_q, b_k = blocks(b_q, acc), blocks(b_k, acc)
+        begin = tables.index(1).load(of_a)[:, None, :]
+        b_q, b_k = blocks(b_q, acc) * begin, blocks(b_k, acc) * begin
         b_v = blocks(b_v, acc) * tails.load(of_a)[:, None, :]
         t_x.store(gl.convert_layout((load_blocks(t_rk, thin, acc) * (half * b_v)).reshape([C, BK]), thin))
 
-        # what block J gives to later tokens, and to its own
-        own_f = tables.index(1).load(of_a)
-        y_q = warpgroup_mma(F_0, rows_rk.index(0), zero, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_0, rows_rk.index(0), zero, use_acc=False, is_async=True)
-        f_0, h_0 = factors(table, 0, own_f, o_a, of_a, True)
-        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
-        b_q, b_k = b_q * f_0 + blocks(y_q, acc) * h_0, b_k * f_0 + blocks(y_k, acc) * h_0
-        y_q = warpgroup_mma(F_1, rows_rk.index(1), zero, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_1, rows_rk.index(1), zero, use_acc=False, is_async=True)
-        f_1, h_1 = factors(table, 1, own_f, o_a, of_a, True)
-        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
-        b_q, b_k = b_q * f_1 + blocks(y_q, acc) * h_1, b_k * f_1 + blocks(y_k, acc) * h_1
-        y_q = warpgroup_mma(F_2, rows_rk.index(2), zero, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_2, rows_rk.index(2), zero, use_acc=False, is_async=True)
-        f_2, h_2 = factors(table, 2, own_f, o_a, of_a, True)
-        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
-        b_q, b_k = b_q * f_2 + blocks(y_q, acc) * h_2, b_k * f_2 + blocks(y_k, acc) * h_2
-        y_q = warpgroup_mma(F_3, rows_rk.index(3), zero, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_3, rows_rk.index(3), zero, use_acc=False, is_async=True)
-        y_q, y_k = warpgroup_mma_wait(0, deps=[y_q, y_k])
-        b_q, b_k = b_q + blocks(y_q, acc) * own_f[:, None, :], b_k + blocks(y_k, acc) * own_f[:, None, :]
-        # what block J reads of earlier tokens, and of its own
+        # what block J gives to later tokens and to its own, and what it reads of earlier ones and of its own
         p = gl.zeros([4, 16, BK], gl.float32, acc)
-        for n in gl.static_range(4):
-            b_F, b_G = rows_F.index(3 - n).permute((1, 0)), rows_G.index(3 - n).permute((1, 0))
-            y = warpgroup_mma(b_F, rows_lq.index(3 - n), zero, use_acc=False, is_async=True)
-            y = warpgroup_mma(b_G, rows_lk.index(3 - n), y, is_async=True)
-            if n < 3:
-                f_w, h_w = factors(table, 3 - n, own_f, o_a, of_a, False)
-                y = warpgroup_mma_wait(0, deps=[y])
-                p = p * f_w + blocks(y, acc) * h_w
-            else:
-                y = warpgroup_mma_wait(0, deps=[y])
-                p = p + blocks(y, acc) * own_f[:, None, :]
+        y_q = warpgroup_mma(F_0, rows_rk.index(0), none_k, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(G_0, rows_rk.index(0), none_k, use_acc=False, is_async=True)
+        b_F, b_G = rows_F.index(0).permute((1, 0)), rows_G.index(0).permute((1, 0))
+        y = warpgroup_mma(b_F, rows_lq.index(0), none_k, use_acc=False, is_async=True)
+        y = warpgroup_mma(b_G, rows_lk.index(0), y, is_async=True)
+        w = weights.index(0).load(of_a)[:, None, :]
+        y_q, y_k, y = warpgroup_mma_wait(0, deps=[y_q, y_k, y])
+        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
+        p = p + blocks(y, acc) * w
+        y_q = warpgroup_mma(F_1, rows_rk.index(1), none_k, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(G_1, rows_rk.index(1), none_k, use_acc=False, is_async=True)
+        b_F, b_G = rows_F.index(1).permute((1, 0)), rows_G.index(1).permute((1, 0))
+        y = warpgroup_mma(b_F, rows_lq.index(1), none_k, use_acc=False, is_async=True)
+        y = warpgroup_mma(b_G, rows_lk.index(1), y, is_async=True)
+        w = weights.index(1).load(of_a)[:, None, :]
+        y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
+        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
+        p = p + blocks(y, acc) * w
+        y_q = warpgroup_mma(F_2, rows_rk.index(2), none_k, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(G_2, rows_rk.index(2), none_k, use_acc=False, is_async=True)
+        b_F, b_G = rows_F.index(2).permute((1, 0)), rows_G.index(2).permute((1, 0))
+        y = warpgroup_mma(b_F, rows_lq.index(2), none_k, use_acc=False, is_async=True)
+        y = warpgroup_mma(b_G, rows_lk.index(2), y, is_async=True)
+        w = weights.index(2).load(of_a)[:, None, :]
+        y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
+        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
+        p = p + blocks(y, acc) * w
+        y_q = warpgroup_mma(F_3, rows_rk.index(3), none_k, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(G_3, rows_rk.index(3), none_k, use_acc=False, is_async=True)
+        b_F, b_G = rows_F.index(3).permute((1, 0)), rows_G.index(3).permute((1, 0))
+        y = warpgroup_mma(b_F, rows_lq.index(3), none_k, use_acc=False, is_async=True)
+        y = warpgroup_mma(b_G, rows_lk.index(3), y, is_async=True)
+        w = weights.index(3).load(of_a)[:, None, :]
+        y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
+        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
+        p = p + blocks(y, acc) * w
 
         # dq, dk, and rows less columns of pairs
         z = load_blocks(t_lq, thin, acc) * b_q + load_blocks(t_lk, thin, acc) * b_k
@@ -434,7 +447,7 @@ def gradients(
             later = gl.where(o_f == 2, n_3[None, :], later)
             b_dg = (before + (earlier + later + all_n + kept_d[None, :])[:, None, :]) * scale
             b_dg = gl.convert_layout(b_dg.reshape([C, BK]), col)
-            store_own_rows(dg, b_dg, i_b, i_h, o_t, stop, m * BK, T, HV, K, col)
+            store_own_rows(dg, b_dg, i_b, i_h, o_t, stop + never, m * BK, T, HV + never, K, col)
     tma.store_wait(0)  # before sums over warps may take the memory of a tile that is on its way
     mild_all = gl.min(gl.min(least, 1), 0) >= LIMIT * LOG2E
     gl.store(strong + pid, 1 - mild_all.to(gl.int32))
@@ -472,7 +485,7 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     draft.launch(
         gradients, n, *(box(x, c, width) for x in (q, k, g)), *(box(x, c, 64) for x in (do, w, e, Ts)),
         box(states, width, 64), box(dstates, width, 64), beta, *beta.strides, box(dq, c, width), box(dk, c, width),
-        box(dv, c, 64), dq, dk, dv, dg, dbeta, weak, strong, cu, N, T, H, shared.G, scale,
+        box(dv, c, 64), dq, dk, dv, dg, dbeta, weak, strong, cu, N, T, H, shared.G, scale, 0,
         K=K, V=V, num_warps=4, maxnreg=REGISTERS,
     )
     launch_mend(draft, q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, N, shared.G, scale)

@@ -312,7 +312,7 @@ def make(
     strength = -t_beta.load(gl.SliceLayout(1, wide))[:, None]
     scratch = allocate_scratch()
     spread(gl.where(i > j, strength * joined(A_0, A_1, A_2, A_3, wide), 0.0), scratch, 1)
-    eliminate(scratch, 1)
+    eliminate(scratch, 0, 1)
     Y = inverse(scratch, 1, wide) * t_beta.load(gl.SliceLayout(0, wide))[None, :]
     t_T = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
     t_T.reshape([C, C]).store(Y.to(k.dtype))
