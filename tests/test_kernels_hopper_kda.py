@@ -21,8 +21,7 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dS0")
 
 # the plan
 
-PLAN = partial(plan, "kda", hardware="sm_90")
-ON_HOPPER = partial(PLAN, kernel="hopper")
+ON_HOPPER = partial(plan, "kda", hardware="sm_90")
 
 
 def call(**sizes):
@@ -32,20 +31,19 @@ def call(**sizes):
 
 
 @gluon
-def test_the_plan_takes_them_where_they_are_asked_for():
+def test_the_plan_takes_them_unless_the_others_are_asked_for():
     found = ON_HOPPER(*call())
+    assert found == ON_HOPPER(*call(), kernel="hopper")
     assert found.name == "hopper" and [x.name for x in found.launches] == ["prepare", "mend", "walk"]
     assert [x.grid for x in found.launches] == [(2 * 4 * 5,), (2 * 4 * 5,), (2 * 4 * 2,)]
-    assert PLAN(*call()).name == PLAN(*call(), direction="backward").name == "portable"
-    assert (
-        PLAN(*call(), kernel="portable").why[0]
-        == "the portable kernel: kernel='hopper' asks for the Hopper kernels of KDA"
-    )
+    for direction in ("forward", "backward"):
+        portable = ON_HOPPER(*call(), kernel="portable", direction=direction)
+        assert portable.name == "portable" and portable.why[0] == "the portable kernel: it was asked for"
     names = ["prepare", "mend", "walks", "gradients", "mend_gradients"]
     assert [x.name for x in ON_HOPPER(*call(), direction="backward").launches] == names
     for options in ({"path": "segmented"}, {"scale": 1e-9}):
         assert ON_HOPPER(*call(), direction="backward", **options).name == "portable"
-    assert "Hopper kernels, in Gluon" in explain("kda", *call(), hardware="sm_90", kernel="hopper")
+    assert "Hopper kernels, in Gluon" in explain("kda", *call(), hardware="sm_90")
     names = [x.name for x in ON_HOPPER(*call(), path="segmented").launches]
     assert names == ["prepare", "mend", "walk", "carry", "walk"]
 
@@ -71,6 +69,7 @@ REFUSED = {
 def test_what_they_do_not_take_is_named(message):
     with pytest.raises(ValueError, match=f"^kernel: .*{message}"):
         ON_HOPPER(*call(**REFUSED[message]), kernel="hopper")
+    assert ON_HOPPER(*call(**REFUSED[message])).name == "portable"
 
 
 @gluon

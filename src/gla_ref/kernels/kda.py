@@ -3,7 +3,7 @@
 A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
 the kernels of its plan (launch/plan.py has the picture). These are in portable/kda_forward.py and
 portable/kda_gradient.py, and walk as the delta rules do (delta.py). Hopper has kernels of its own,
-hopper/kda_forward.py and hopper/kda_gradients.py, for calls that ask for them.
+hopper/kda_forward.py and hopper/kda_gradients.py. The plan takes them wherever they run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def kda(
     Args:
         g: natural log gates `[B, T, HV, K]`, in any of the three dtypes.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens in bfloat16, one GPU class);
-            None takes the portable ones. Hopper's gradients walk over each sequence in one go.
+            None takes Hopper's where they run. Its gradients walk over each sequence in one go: with
+            path="segmented" they are portable.
     """
     call = Call(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
