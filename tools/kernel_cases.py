@@ -241,6 +241,7 @@ WIDE = {
     "kda hopper 64/128": Case("kda", 64, 128, "bfloat16", "float32", kernel="hopper", packed=True),
     "kda hopper 128/64": Case("kda", 128, 64, "bfloat16", "float16", kernel="hopper"),
     "kda wide": Case("kda", 256, 512, "bfloat16", "float32", kernel="portable"),
+    "kda wide float16": Case("kda", 256, 256, "float16", kernel="portable", packed=True),
     "kda packed": Case("kda", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented", shared=True),
     "gla float32 g_v": Case("gla", 64, 128, "float32", two_sided=True),
     "border wide": Case("gla", 256, 512, "bfloat16", planned=borders),
