@@ -1,6 +1,5 @@
 """Clocks in copies of the Hopper delta kernels, and what is made of their log (benchmarks/clocks.py)."""
 
-import importlib
 import itertools
 import json
 import sys
@@ -77,8 +76,6 @@ def test_a_log_with_holes_is_refused(place):
 @pytest.mark.parametrize("kernel", BARRIERS)
 def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     """The copy is played: at each wait the log's site is the barrier waited for, and no bit of o or S changes."""
-    from gla_ref.kernels.hopper import delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles
-
     plain, copy = clocks.module_of(kernel), clocked(clocks.module_of(kernel), 0, CHUNKS)
     # one head and sequence; V = 128, so that `fused` has both walkers
     if kernel == "gla":
@@ -87,8 +84,7 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
         x, _ = problem("gated_delta_rule", 1, 64 * CHUNKS - 3, 1, 128, 128, dtype=BF16, gates=F32, groups=1)
 
     def play(module):
-        modules = module, *{delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles, plain}
-        return played_gluon.play(clocks.planned(kernel, module, x), x, modules)[:2]
+        return played_gluon.play(clocks.planned(kernel, module, x), x)[:2]
 
     right, logs, now, waited = play(plain), {}, itertools.count(1), []
     wait = played_gluon.wait
@@ -131,16 +127,10 @@ class PlayedProgram:
 
     def __call__(self, inputs):
         named = {spec.name: x for spec, x in zip(self.plan.inputs, inputs, strict=True) if spec is not None}
-        names = "delta_chunk", "delta_inverse", "delta_solve", "delta_walks", "ring", "tiles"
-        names = (*clocks.MODULES.values(), *(f"kernels.hopper.{name}" for name in (*names, "gla_forward")))
-        modules = [*(importlib.import_module(f"gla_ref.{name}") for name in names), *COPIES]
-        return played_gluon.play(self.plan, named, modules)[:2]
+        return played_gluon.play(self.plan, named)[:2]
 
     def step(self, values):
         self(values[1:])
-
-
-COPIES = []  # modules
 
 
 @pytest.mark.skipif(CUDA, reason="played on a CPU")
@@ -157,9 +147,7 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
     def keep_copy(self, kernel, chunks):
         if broken and kernel == "fused":
             raise RuntimeError("no clocks")
-        found = copy(self, kernel, chunks)
-        COPIES.append(found.module)
-        return found
+        return copy(self, kernel, chunks)
 
     def note(first, second, role, pair, address, roles, pairs):
         assert address == made[0].memory.data_ptr()

@@ -9,31 +9,19 @@ from pathlib import Path
 import played_gluon
 import pytest
 import torch
-from cases import CORRELATIONS, LADDER, STRENGTHS, thin
-from delta_problems import MILD, RULES, problem
+from cases import LADDER, thin
+from delta_problems import CUT, KEYS, LENGTHS, MILD, PACK, RULES, problem
 from harness import BF16, CUDA, F16, F32, HERE, compare, tokens
+from played_gluon import gluon, on_hopper, played_here
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import delta, explain, plan
-from gla_ref.kernels.hopper import DELTA_KERNELS, gluon_names
+from gla_ref.kernels.hopper import DELTA_KERNELS
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
 
 BOTH = DELTA_KERNELS[1:]
-LENGTHS = (1, 63, 64, 65, 130)
-PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
-KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
-gluon = pytest.mark.skipif(gluon_names.missing() is not None, reason=f"this Triton has no {gluon_names.missing()}")
-played_here = pytest.mark.skipif(
-    CUDA or gluon_names.missing() is not None, reason="played on a CPU, where there is Gluon"
-)
-
-
-def on_hopper(test):
-    """A test that needs a GPU of compute capability 9.0."""
-    here = CUDA and torch.cuda.get_device_capability() == (9, 0)
-    return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
 
 
 def meta(*shape, dtype=BF16):
@@ -188,24 +176,12 @@ def played(*args, **options):
 
 def played_with_flags(kernel, x, ends=None, scale=None, seed=0, ignored=None, path=None):
     """As `played`, and the flags of a plan that has some: which heads are made again."""
-    from gla_ref.kernels.hopper import (
-        delta_ahead,
-        delta_chunk,
-        delta_fused,
-        delta_inverse,
-        delta_solve,
-        delta_walks,
-        ring,
-        tiles,
-    )
-
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu}
     call = delta.Call(*(spec_of(n, y) for n, y in named.items()), scale, path, kernel)
     found = delta.plan_forward(CLASSES["sm_90"], call)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_ahead, delta_chunk, delta_fused, delta_inverse, delta_solve, delta_walks, ring, tiles
-    o, S, strong = played_gluon.play(found, named, modules, seed, ignored)
+    o, S, strong = played_gluon.play(found, named, seed, ignored)
     return {"o": o, "S": S}, strong
 
 
@@ -359,9 +335,6 @@ def test_narrow_and_wide_programs_give_the_same_bits(dtype, path, monkeypatch):
     assert all(torch.equal(y, narrow[n]) for n, y in played("hopper_ahead", x, PACK, path=path).items())
 
 
-CUT = (0, 0, 64, 230, 240)  # no tokens; a whole segment, segments and a part of one, a part
-
-
 @played_here
 @pytest.mark.parametrize(
     "mechanism, dtype, T",
@@ -470,11 +443,9 @@ def played_page(x, seed=0, ignored=None):
     """o and the final state of what the launcher of the page launches."""
     import kernel_cases
 
-    from gla_ref.pages import gated_delta_rule_hopper as page
-
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
     found = kernel_cases.plan_delta_page(CLASSES["sm_90"], *(spec_of(n, y) for n, y in named.items()))
-    o, S, _ = played_gluon.play(found, named, (page,), seed, ignored)
+    o, S, _ = played_gluon.play(found, named, seed, ignored)
     return {"o": o, "S": S}
 
 

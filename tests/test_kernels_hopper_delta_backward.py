@@ -7,10 +7,11 @@ import played_gluon
 import pytest
 import torch
 from cases import LADDER, thin
-from delta_problems import MILD, RULES, problem
-from harness import CUDA, compare, results
-from test_kernels_delta import KERNELS, KEYS
-from test_kernels_hopper_delta import BF16, CUT, F16, F32, LENGTHS, ON_HOPPER, PACK, call, gluon, on_hopper, played_here
+from delta_problems import CUT, KEYS, LENGTHS, MILD, PACK, RULES, problem
+from harness import BF16, CUDA, F16, F32, compare, results
+from played_gluon import gluon, on_hopper, played_here
+from test_kernels_delta import KERNELS
+from test_kernels_hopper_delta import ON_HOPPER, call
 
 from gla_ref.kernels import delta, hopper, plan
 from gla_ref.kernels.launch.hardware import CLASSES
@@ -99,25 +100,13 @@ FEW = CLASSES["sm_90"]._replace(multiprocessors=3)  # so that programs of `gradi
 
 def played(x, ends=None, scale=None, seed=0, ignored=None, path=None, need_dg=True, hardware=FEW):
     """Gradients of inputs of `problem`; the portable `gradients` of float16 is interpreted."""
-    from gla_ref.kernels.hopper import (
-        delta_chunk,
-        delta_gradients,
-        delta_inverse,
-        delta_solve,
-        delta_walks,
-        gla_backward,
-        ring,
-        tiles,
-    )
-
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta", "S")} | {"cu": cu, "do": x["do"], "dS": x["dS"]}
     specs = [spec_of(n, y) for n, y in named.items()]
     call = delta.backward.record(*specs, scale, path, "hopper", need_dg and x["g"] is not None)
     found = delta.plan_backward(hardware, call)
     named = {n: y for n, y in named.items() if y is not None}
-    modules = delta_chunk, delta_gradients, delta_inverse, delta_solve, delta_walks, gla_backward, ring, tiles
-    *made, _ = played_gluon.play(found, named, modules, seed, ignored)
+    *made, _ = played_gluon.play(found, named, seed, ignored)
     made = zip(("dq", "dk", "dv", "dg", "dbeta", "dS0"), made, strict=True)
     return {n: y for n, y in made if y is not None}
 

@@ -6,32 +6,18 @@ from functools import partial
 import played_gluon
 import pytest
 import torch
-from cases import CORRELATIONS, LADDER, STRENGTHS, thin
-from delta_problems import MILD, problem
+from cases import LADDER, thin
+from delta_problems import CUT, KEYS, LENGTHS, MILD, PACK, problem
 from harness import BF16, CUDA, F16, F32, HERE, compare, results, tokens
+from played_gluon import gluon, on_hopper, played_here
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import explain, kda, plan
-from gla_ref.kernels.hopper import gluon_names
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
 
-LENGTHS = (1, 63, 64, 65, 130)
-PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
-CUT = (0, 0, 64, 230, 240)  # no tokens; a whole segment, segments and a part of one, a part
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dS0")
-KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
-gluon = pytest.mark.skipif(gluon_names.missing() is not None, reason=f"this Triton has no {gluon_names.missing()}")
-played_here = pytest.mark.skipif(
-    CUDA or gluon_names.missing() is not None, reason="played on a CPU, where there is Gluon"
-)
-
-
-def on_hopper(test):
-    """A test that needs a GPU of compute capability 9.0."""
-    here = CUDA and torch.cuda.get_device_capability() == (9, 0)
-    return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
 
 
 # the plan
@@ -120,25 +106,9 @@ def played_back(x, ends=None, scale=None, seed=0, ignored=None, need_dg=True):
 
 def play(made, names, tensors, seed, ignored):
     """The outputs of a plan by these names, without those that are None."""
-    from gla_ref.kernels.hopper import (
-        delta_chunk,
-        delta_inverse,
-        delta_solve,
-        delta_walks,
-        gla_backward,
-        kda_forward,
-        kda_gradients,
-        kda_prepare,
-        kda_walks,
-        ring,
-        tiles,
-    )
-
-    modules = delta_chunk, delta_inverse, delta_solve, delta_walks, gla_backward, kda_forward, kda_gradients
-    modules += kda_prepare, kda_walks, ring, tiles
     assert made.name == "hopper"
     tensors = {n: y for n, y in tensors.items() if y is not None}
-    found = played_gluon.play(made, tensors, modules, seed, ignored)
+    found = played_gluon.play(made, tensors, seed, ignored)
     return {n: y for n, y in zip(names, found, strict=False) if y is not None}
 
 
