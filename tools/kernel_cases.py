@@ -92,7 +92,7 @@ def plan_delta_page(hardware: Hardware, q, k, v, g, beta) -> Plan:
     o, S, strong = draft.like("o", v), draft.new("S", B, HV, K, V), draft.new("strong", B * HV, dtype=torch.int32)
     boxes = box(q, C, K), box(k, C, K), box(v, C, V), g, beta, box(o, C, V)
     for exact in (0, 1):
-        rest = S, strong, T, HV, HV // H, K**-0.5
+        rest = S, strong, T, HV, HV // H, K**-0.5, 0
         draft.launch(page.walk, B * HV, *boxes, *rest, EXACT=exact, num_warps=8, maxnreg=128)
     return draft.plan("page", o, S)
 
