@@ -1,7 +1,10 @@
 """The Hopper kernels of the delta rules: plans and refusals anywhere, the source played on a CPU, results on a GPU."""
 
 import itertools
+import math
+import re
 from functools import partial
+from pathlib import Path
 
 import played_gluon
 import pytest
@@ -91,6 +94,19 @@ def test_the_book_draws_walkers_as_wide_as_the_plan_makes_them():
     for heads in range(1, 133):
         how, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, 128, "fused")
         assert (how.columns, length) == (delta_roles.columns(heads), 128)
+
+
+@gluon
+def test_the_book_computes_the_times_by_which_the_plan_decides():
+    from gla_ref.kernels.hopper import delta_ahead, delta_fused
+
+    text = Path(__file__).parents[1].joinpath("book", "23_delta_rule_fused.md").read_text()
+    cell = re.search(r"```\{code-cell\} python\n(def fused_us.*?)```", text, re.DOTALL)[1]
+    exec(cell, names := {"ceil": math.ceil, "C": 64, "K": 128, "V": 128})
+    for h, n in itertools.product((1, 3, 8, 24, 33, 34, 66, 67, 128, 256), (1, 8, 32, 63, 512, 1024)):
+        assert names["fused_us"](h, n) == pytest.approx(delta_fused.duration(CLASSES["sm_90"], h, n))
+        two_kernels = delta_ahead.whole_duration(CLASSES["sm_90"], 128, 128, h, n, None)
+        assert names["two_kernels_us"](h, n) == pytest.approx(two_kernels)
 
 
 @gluon
@@ -482,9 +498,10 @@ def test_the_page_on_the_gate_ladder(kind):
 
 
 @played_here
-@pytest.mark.parametrize("correlation, strength", thin(KEYS, (1.0, 2.0)))
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (0.99, 2.0)))
 def test_the_page_on_the_key_ladder(correlation, strength):
     check_page(1, 130, correlation=correlation, strength=strength)
+    check_page(1, 130, kind="zero", correlation=correlation, strength=strength)  # by float16 alone S errs too much
 
 
 @played_here
@@ -495,11 +512,15 @@ def test_any_order_of_the_steps_of_the_page_gives_the_same_bits():
         assert all(torch.equal(y, first[n]) for n, y in played_page(x, seed=seed).items())
 
 
-PAGE_BARRIERS = {f"{name} {s}": (n, s) for n, name in enumerate(("empty", "ready", "solved")) for s in range(2)}
+PAGE_BARRIERS = {
+    f"{name} {s}": (0, 5 * s + n)
+    for n, name in enumerate(("keys", "ready", "gated", "solved", "done"))
+    for s in range(2)
+}
 
 
 @played_here
-@pytest.mark.parametrize("bar", thin(PAGE_BARRIERS, "empty 1"))
+@pytest.mark.parametrize("bar", thin(PAGE_BARRIERS, "done 1"))
 def test_every_barrier_of_the_page_is_needed(bar):
     x, _ = page_problem(1, 600, 2)
 
@@ -526,6 +547,7 @@ def test_the_gate_ladder_of_the_page(kind):
 @pytest.mark.parametrize("correlation, strength", KEYS)
 def test_the_key_ladder_of_the_page(correlation, strength):
     check_page(2, 300, 4, correlation=correlation, strength=strength)
+    check_page(2, 300, 4, kind="zero", correlation=correlation, strength=strength)
 
 
 @on_hopper
