@@ -1,12 +1,19 @@
 """Calls of the delta rules' kernels: their inputs, and the budgets of emulated runs."""
 
+import itertools
+
 import torch
-from cases import F64, alike, inputs
+from cases import CORRELATIONS, F64, STRENGTHS, alike, inputs
 from harness import F32, budgets
 
 MILD = "logsigmoid/16"
 RULES = ("delta_rule", "gated_delta_rule")
 GATED, EVERY = ("gated_delta_rule", "kda"), (*RULES, "kda")
+KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
+# of Hopper's kernels
+LENGTHS = (1, 63, 64, 65, 130)
+PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
+CUT = (0, 0, 64, 230, 240)  # no tokens; a whole segment, segments and a part of one, a part
 
 
 def problem(

@@ -11,17 +11,29 @@ what threads have written or read without one. Not seen: warps of one role that 
 
 import contextlib
 import random
-import sys
 import types
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
+from harness import CUDA
 from triton.experimental.gluon import language
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from gla_ref.kernels.launch.plan import Box, Make, Plan, Spec
+from gla_ref.kernels.hopper import gluon_names
+from gla_ref.kernels.launch.plan import Box, Launch, Make, Plan, Spec
+
+LACKS = gluon_names.missing()
+gluon = pytest.mark.skipif(LACKS is not None, reason=f"this Triton has no {LACKS}")
+played_here = pytest.mark.skipif(CUDA or LACKS is not None, reason="played on a CPU, where there is Gluon")
+
+
+def on_hopper(test):
+    """A test that needs a GPU of compute capability 9.0."""
+    here = CUDA and torch.cuda.get_device_capability() == (9, 0)
+    return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
 
 
 class Play:
@@ -364,20 +376,23 @@ STANDS_IN = {
 }
 
 
-def played(kernel, modules):
-    """A Gluon kernel as a function of Python, with all that it calls in these modules."""
-    spaces = {m.__name__: {**vars(m), **STANDS_IN} for m in modules}
+def played(kernel: GluonJITFunction):
+    """A Gluon kernel as a function of Python, with all Gluon functions that it calls."""
+    spaces = {}  # of each module, by the identity of its own names
+
+    def space_of(names):
+        if id(names) not in spaces:
+            space = spaces[id(names)] = {**names, **STANDS_IN}
+            for name, x in names.items():
+                if isinstance(x, language.constexpr):
+                    space[name] = x.value
+                elif isinstance(x, GluonJITFunction) and name not in STANDS_IN:
+                    space[name] = plain(x.fn)
+        return spaces[id(names)]
 
     def plain(f):
-        return types.FunctionType(f.__code__, spaces[f.__module__], f.__name__, f.__defaults__)
+        return types.FunctionType(f.__code__, space_of(f.__globals__), f.__name__, f.__defaults__)
 
-    for space in spaces.values():
-        for name, x in space.items():
-            if isinstance(x, language.constexpr):
-                space[name] = x.value
-            f = getattr(x, "fn", None) if name not in STANDS_IN else None
-            if isinstance(f, types.FunctionType) and f.__module__ in spaces:
-                space[name] = plain(f)
     return plain(kernel.fn)
 
 
@@ -408,17 +423,14 @@ def bfloat16_interpreted():
         InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = dot, cast
 
 
-def play(plan: Plan, inputs: dict[str, torch.Tensor], seed=0, ignored=None, more=()) -> list[torch.Tensor | None]:
+def play(plan: Plan, inputs: dict[str, torch.Tensor], seed=0, ignored=None) -> list[torch.Tensor | None]:
     """A plan's results of its inputs, called by their specs' names.
 
-    Gluon kernels of kernels/hopper and of the modules `more` are played; `mend_gradient` and `mend` in Triton are left
-    out, others are interpreted. `ignored`: (kernel, which of its allocations of barriers, which of them) at which
-    nobody waits.
+    Gluon's kernels are played; of Triton's `mend_gradient` and `mend` are left out, others are interpreted.
+    `ignored`: (kernel, which of its allocations of barriers, which of them) at which nobody waits.
     """
     global PLAY
     tensors = dict(inputs)
-    modules = [m for name, m in sys.modules.items() if name.startswith("gla_ref.kernels.hopper.")]
-    modules += [m for m in more if m not in modules]
     for step in plan.steps:
         if isinstance(step, Make):
             args = [tensors[x.name] if isinstance(x, Spec) else x for x in step.args]
@@ -427,9 +439,8 @@ def play(plan: Plan, inputs: dict[str, torch.Tensor], seed=0, ignored=None, more
             if not (step.zero or step.function) and new.is_floating_point():
                 new.fill_(torch.nan)
             tensors[step.tensor.name] = new
-        elif isinstance(step.kernel, GluonJITFunction):
-            function = played(step.kernel, modules)
-            args = []
+        elif isinstance(step, Launch) and isinstance(step.kernel, GluonJITFunction):
+            function, args = played(step.kernel), []
             for x in step.args:
                 if isinstance(x, Spec):
                     x = Pointer(tensors[x.name].view(-1))

@@ -21,7 +21,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import false_alarms
 
 from gla_ref import FORMS, check, gla
-from gla_ref.__main__ import main
 from gla_ref.check import MECHANISMS, Case, mistakes, oracle
 from gla_ref.check._cases import GATES, inputs
 from gla_ref.check._emulate import cut_
@@ -163,20 +162,6 @@ def test_the_forms_that_break_are_told(name):
     assert not {"length 65", "packed", "gate zero"} & failed
 
 
-SOME = [
-    (mechanism, m)
-    for mechanism in ("gla", "softmax_attention")  # `make mutants`: all
-    for m in [m for m in mistakes.MISTAKES if mechanism in m.mechanisms][::21]
-]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("mechanism, m", SOME, ids=[m.name for _, m in SOME])
-def test_a_mistake_is_caught_and_named(mechanism, m):
-    report = check.kernel(mechanism, mistakes.apply(mechanism, m))
-    assert report.failures and m.name in [match["mistake"] for match in report.diagnosis]
-
-
 @pytest.mark.parametrize(
     "mechanism, runs", [("softmax_attention", 3), ("gla", 5), ("linear_attention", 5), ("delta_rule", 4), ("kda", 5)]
 )
@@ -236,48 +221,6 @@ def test_a_failure_is_shrunk_to_lines_that_run(capsys):
         assert f"gate={gate!r}" in lines or gate == case.gate == Case.gate
         assert max(map(len, lines.split("\n"))) <= 76
         compile(lines, "lines", "exec")
-
-
-def loop(update, read, scale=lambda s: s, unit=1.0):
-    """A recurrence that shares no code with the library of mistakes."""
-
-    def fn(q, k, v, g, *, initial_state=None):
-        B, T, H, K = q.shape
-        S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
-        o = []
-        for t in range(T):
-            a, kv = (unit * g[:, t, :, :, None]).exp(), k[:, t, :, :, None] * v[:, t, :, None, :]
-            old, S = S, update(S, a, kv)
-            o.append(scale(K**-0.5) * (q[:, t, :, :, None] * read(old, S, a, kv)).sum(-2))
-        return torch.stack(o, 1), S
-
-    return fn
-
-
-OWN = {  # and how the name begins, if it has one
-    "gate after the update": (
-        loop(lambda S, a, kv: a * (S + kv), lambda old, S, a, kv: S),
-        "gate applied after the update instead of before",
-    ),
-    "strict mask": (
-        loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: a * old),
-        "mask strict instead of inclusive: a token does not see itself",
-    ),
-    "base 2": (
-        loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, unit=0.6931471805599453),
-        "natural log read as base 2",
-    ),
-    "scale twice": (loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: S, lambda s: s * s), "o with scale twice"),
-    "a token's decay lost in the read": (loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old + kv), ""),
-    "the state read before its update": (loop(lambda S, a, kv: a * S + kv, lambda old, S, a, kv: old), ""),
-}
-
-
-@pytest.mark.parametrize("name", thin(OWN, "scale twice"))
-def test_mistakes_written_without_the_library_are_caught(name):
-    fn, said = OWN[name]
-    report = check.kernel("gla", fn, only="length *5")
-    assert report.failures and [match["mistake"] for match in report.diagnosis] == [said] * bool(said), str(report)
 
 
 PLACED = {  # the case, the element of o that is wrong, and where the report finds it
@@ -583,37 +526,6 @@ def test_json_has_its_schema():
     assert report._repr_html_().startswith("<div")
     with pytest.raises(AssertionError, match="WRONG"):
         report.raise_if_failed()
-
-
-@pytest.mark.parametrize(
-    "kernel, code, printed",
-    [
-        ("own:right", 0, "right"),
-        ("own:wrong", 1, "WRONG"),
-        ("own:absent", 2, "cannot load"),
-        ("nowhere:fn", 2, "cannot load"),
-    ],
-)
-def test_the_command(tmp_path, monkeypatch, capsys, kernel, code, printed):
-    """`tests/test_command_line.py` starts it from a shell."""
-    module = (
-        "from gla_ref.gla import chunkwise as right\n"
-        "def wrong(q, k, v, g, **named):\n    return right(q, k, v, 2 * g, **named)\n"
-    )
-    (tmp_path / "own.py").write_text(module)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    try:
-        status = main(["check", "gla", kernel, "--quick", "--only", "length 7", "--json", "out.json"])
-    except SystemExit as reason:
-        status = reason.code
-    finally:
-        sys.modules.pop("own", None)
-    out, err = capsys.readouterr()
-    assert status == code and printed in out + err
-    assert max(map(len, out.split("\n"))) <= 80
-    if code < 2:
-        assert json.loads((tmp_path / "out.json").read_text())["ok"] == (code == 0)
 
 
 def test_importing_the_package_loads_no_triton():

@@ -215,7 +215,7 @@ def project(tmp_path, monkeypatch):
 
 
 def test_claims_and_exceptions_on_the_command_line(project, capsys):
-    command = ["check", "gla", f"{project}:half", "--only", "length [17]", "--json", "out.json"]
+    command = ["check", "gla", f"{project}:half", "--quick", "--only", "length [17]", "--json", "out.json"]
     claims = ["--K", "64", "--V", "64", "--no-packed", "--min-gate", "-5", "--multiples", "K=32"]
     assert main(command) == 1
     assert main([*command, *claims]) == 0

@@ -1,11 +1,9 @@
-"""The check kit's delta rules: what their cases hold, and mistakes that only they can make."""
+"""The cases of the check kit's delta rules."""
 
 import pytest
 import torch
-from cases import thin
 
 from gla_ref import check
-from gla_ref.check import mistakes
 from gla_ref.check._cases import inputs
 from gla_ref.check.oracle import problems
 
@@ -44,17 +42,3 @@ def test_what_later_tokens_do_to_earlier_ones_shows():
             error, allowed = p.judge("o", p.exact["o"] + 1e-7 * (v.sum(1, keepdim=True) - v.cumsum(1)))
             found[case.name] = error / allowed
     assert found["loss of o alone"] < 1 < found["later tokens loud"]
-
-
-NAMED = [  # and the cases that are enough to tell
-    ("delta_rule", "value heads grouped wrongly: h reads key head h mod H", "value heads*"),
-    ("gated_delta_rule", "Gamma left out of the scores: pairs not decayed", "gate -0.2"),
-    ("kda", "gradient of beta without what is erased", "length 7"),
-]
-
-
-@pytest.mark.parametrize("mechanism, name, only", thin(NAMED, NAMED[1]), ids=[x[1] for x in NAMED])
-def test_a_mistake_of_a_delta_rule_is_named(mechanism, name, only):
-    m = next(m for m in mistakes.MISTAKES if m.name == name and mechanism in m.mechanisms)
-    report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=only)
-    assert report.failures and name in [match["mistake"] for match in report.diagnosis], str(report)

@@ -1,10 +1,12 @@
 """What the check kit says of wrong kernels that others wrote: most are named, and none by another's name."""
 
+from functools import partial
+
 import pytest
 import wrong_kernels
 from cases import thin
 
-from gla_ref import check, linear_attention
+from gla_ref import check, gla, linear_attention
 from gla_ref.check._names import FOLLOWS
 from gla_ref.check.mistakes._calls import backward
 
@@ -63,6 +65,7 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
 }
 PARTLY = ", only ", ", but not in ", " of another head: "  # parts of names that do not explain all
 QUICK = {
+    "ratio of running products": "gate -20",
     "scale left out of dq": "length*",
     "the final state is that before the last chunk": "length*",  # in most lengths that is the last partial chunk
     "the last partial chunk never runs": "length*",
@@ -86,6 +89,55 @@ def test_a_few_cases_are_enough(name):
     report = check.kernel(mechanism, fn, only=QUICK[name])
     assert max(map(len, str(report).splitlines()[1:-1])) <= 80, str(report)
     assert report.failures and [match["mistake"] for match in report.diagnosis] == [NAMES[name]], str(report)
+
+
+def scaled_twice(q, k, v, g, *, scale=None, **named):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o, S = gla.chunkwise(q, k, v, g, scale=scale, **named)
+    return scale * o, S
+
+
+def with_old_gates(kept, q, k, v, g, **named):
+    return gla.chunkwise(q, k, v, kept.setdefault(g.shape, g.detach()), **named)
+
+
+def without(name, what):
+    """GLA whose gradient of o lacks the scale in one tensor, or what the initial state adds to it."""
+
+    def fn(q, k, v, g, *, scale=None, initial_state=None):
+        x, s = dict(q=q, k=k, v=v, g=g), q.shape[-1] ** -0.5 if scale is None else scale
+        run = partial(gla.chunkwise, scale=s)
+        if what == "scale":
+            o, _ = run(**x | {name: backward(x[name], lambda d: d / s)}, initial_state=initial_state)
+            return o, run(**x, initial_state=initial_state)[1]
+        written, carried = run(**x), run(**x | {name: x[name].detach(), "v": 0 * v}, initial_state=initial_state)
+        return tuple(a + b for a, b in zip(written, carried, strict=True))
+
+    return fn
+
+
+PROBED = {  # a name, the kernel that gets it, and the cases that tell
+    "o with scale twice": (scaled_twice, "length *5"),
+    "gates of an earlier call of the same sizes": (partial(with_old_gates, {}), "gate -[02i]*[02f]"),
+    "dk without scale": (without("k", "scale"), "length 145"),
+    "dv without scale": (without("v", "scale"), "length 145"),
+    "gate's gradient without scale": (without("g", "scale"), "length 145"),
+    "dq without what the initial state adds": (without("q", "state"), "length 145"),
+    "gate's gradient without what the initial state adds": (without("g", "state"), "length 145"),
+}
+
+
+@pytest.mark.parametrize("name", thin(PROBED, "o with scale twice"))
+def test_a_term_and_an_earlier_call_are_named(name):
+    fn, only = PROBED[name]
+    report = check.kernel("gla", fn, only=only)
+    assert any(match["mistake"].startswith(name) for match in report.diagnosis), str(report)
+
+
+def test_a_tail_that_is_left_out_has_a_bound():
+    mechanism, fn = wrong_kernels.KERNELS["whole tiles of 32 columns of V only"]
+    said = " ".join(str(check.kernel(mechanism, fn, only="wide")).split())
+    assert "66 and 67 channels of values, right with 32 and 64" in said
 
 
 def test_an_error_of_two_budgets_is_given_no_name():

@@ -206,13 +206,6 @@ def test_the_search_says_when_it_was_cut(monkeypatch):
     assert said in words(report) and said in report._repr_html_()
 
 
-@pytest.mark.parametrize("mechanism, name", [("linear_attention", "initial state ignored")])
-def test_a_name_of_a_whole_mistake_stays(mechanism, name):
-    m = next(m for m in mistakes.MISTAKES if m.name == name)
-    report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=["length 6*", "packed*"])
-    assert named(report) == [name], str(report)
-
-
 # gates, places and calls of the sixth blind set
 
 

@@ -9,7 +9,7 @@ import torch
 from experiment_runs import tiny
 
 from gla_ref import results
-from gla_ref.experiments import EXPERIMENTS, ablations, language, length, mqar, throughput
+from gla_ref.experiments import EXPERIMENTS, ablations, language, mqar, throughput
 from gla_ref.experiments._driver import carry_out_all, is_done
 from gla_ref.experiments.runs import Training
 from gla_ref.models import LanguageModel
@@ -72,7 +72,7 @@ def test_the_command(place, tmp_path, capfd):
         (["mqar", "--set", "steps=0"], "steps: expected a positive integer, got 0"),
         (["mqar", "--set", "mixers=('gla', 'rwkv')"], "mixers: expected some of"),
         (["mqar", "--only", "nothing"], "--only: expected a pattern"),
-        (["length", "--device", "cuda"], "--device: expected a GPU"),
+        (["mqar", "--device", "cuda"], "--device: expected a GPU"),
         (["language", "--set", "corpus=../x"], "corpus: expected one of texts, speeches, got '../x'"),
         (["mqar", "--records", "/dev/null/r.json"], "results: expected a place to write /dev/null/r.json"),
         (["mqar", "--records", __file__], "results: expected JSON"),
@@ -107,8 +107,6 @@ WRONG = [
     (language, "tokens", 8, ValueError),
     (ablations, "changes", ("rank 3",), ValueError),
     (ablations, "size", "7B", ValueError),
-    (length, "vocab_size", 255, ValueError),
-    (length, "windows", (64,), ValueError),
     (throughput, "contenders", ("mamba",), ValueError),
     (throughput, "tokens", 33, ValueError),
     (throughput, "precision", "fp8", ValueError),
@@ -117,8 +115,7 @@ WRONG = [
 
 @pytest.mark.parametrize("module, field, value, kind", WRONG)
 def test_wrong_settings_name_the_field(module, field, value, kind):
-    name = "tokens" if (module, field) == (length, "windows") else field  # too few for such a window
-    with pytest.raises(kind, match=f"^{name}: expected"):
+    with pytest.raises(kind, match=f"^{field}: expected"):
         replace(module.Settings.tiny(), **{field: value})
 
 
@@ -142,15 +139,6 @@ def test_a_corpus_that_does_not_fit_is_named(place):
     for field, value in (("vocab_size", 100), ("T", 600)):
         with pytest.raises(ValueError, match=f"^{field}: expected"):
             language.Language(replace(s, **{field: value}, tokens=600), 0, place)
-    s = length.Settings.tiny()
-    with pytest.raises(
-        ValueError, match="^test_speeches: expected at most 0, the held-out speeches of 151 bytes, got 2"
-    ):
-        length.Length(replace(s, test_length=151), 16, True, 5, 0, place)
-    with pytest.raises(ValueError, match="^test_speeches: expected at most 3"):
-        length.Length(replace(s, test_speeches=4), 16, True, 5, 0, place)
-    with pytest.raises(ValueError, match="^windows: expected"):
-        length.Length(replace(s, tokens=400), 151, True, 5, 0, place)
 
 
 def test_every_field_of_settings_is_described():

@@ -1,7 +1,7 @@
 """Learning rates of experiments: how trials choose them, and how a result reports the choice."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, _rates, language, mqar
 from gla_ref.experiments._driver import carry_out_all
 from gla_ref.experiments._rates import choice_of
-from gla_ref.experiments.runs import Place
 from gla_ref.experiments.training import train
 
 
@@ -55,20 +54,7 @@ def test_a_rate_is_chosen_for_every_mixer_width_and_variant():
     assert all(b / a < 3 for a, b in zip(grid, grid[1:], strict=False)) and grid[0] > 2e-4 and grid[-1] <= 2e-3
 
 
-def test_runs_of_both_epsilons_choose_no_rate(tmp_path):
-    runs = mqar.runs(mqar.Settings.epsilon(), 3)
-    assert {(r.model.norm_eps, r.training.learning_rate, r.about["seed"]) for r in runs} == {
-        (eps, rate, seed) for eps in (1e-6, 1e-12) for rate in (2e-3, 4e-3, 8e-3, 16e-3) for seed in range(3)
-    }
-    assert len({r.name for r in runs}) == len(runs) and {r.about["stage"] for r in runs} == {"epsilon"}
-    tiny_ones = {f.name: getattr(mqar.Settings.tiny(), f.name) for f in fields(mqar.Settings)}
-    runs, file = mqar.runs(mqar.Epsilons(**tiny_ones | {"bare_widths": None}), 1), tmp_path / "r.json"
-    outcome = carry_out_all(runs, Place("cpu", tmp_path), file)
-    assert len(outcome.done) == 2 and not outcome.failed
-    assert [r["learning rate"] for r in results.read(file, "mqar")] == [1e-2, 1e-2]
-
-
-@pytest.mark.parametrize("name", ["language", "ablations", "length"])
+@pytest.mark.parametrize("name", ["language", "ablations"])
 def test_every_comparison_chooses_its_rates(name):
     for conv in (True, False):
         runs = EXPERIMENTS[name].runs(replace(EXPERIMENTS[name].Settings.full(), conv=conv), 1)
@@ -81,7 +67,7 @@ def test_every_comparison_chooses_its_rates(name):
         assert conv in {r.model.use_short_conv for r in runs}
         if name == "language":
             assert {r.about["size"] for r in groups.values()} == {"10M"}
-        if name in ("language", "length"):  # softmax attention as the Transformer++, which has none
+            # softmax attention as the Transformer++, which has none
             assert all(r.model.use_short_conv == r.about["conv"] == (conv and r.model.mixer != "softmax") for r in runs)
 
 

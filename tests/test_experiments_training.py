@@ -1,64 +1,19 @@
-"""The training of experiments: windows of a text, states passed on, compiled losses, the schedule of rates."""
+"""The training of experiments: compiled losses, the schedule of rates."""
 
 import time
 from dataclasses import replace
 
 import pytest
 import torch
-from experiment_runs import fixed, leaves, tiny
+from experiment_runs import fixed, tiny
 
-from gla_ref.experiments import EXPERIMENTS, length, mqar
+from gla_ref.experiments import EXPERIMENTS, mqar
 from gla_ref.experiments.runs import dice
 from gla_ref.experiments.training import share_of_rate
-from gla_ref.models import LanguageModel
-from gla_ref.models.layer import LayerState
-
-
-def test_windows_follow_one_another(place):
-    task = length.Length(length.Settings.tiny(), 16, True, 30, 0, place)
-    begins = set(torch.arange(0, 7 * 151, 151).tolist())  # 150 bytes and the end
-    for row in range(task.rows):
-        for step in range(30):
-            start, fresh = task.starts[step, row].item(), task.fresh[step, row].item()
-            assert fresh == (start in begins)
-            assert fresh or start == task.starts[step - 1, row] + 16 or step == 0
-            assert start % 151 + 17 <= 151, "no window crosses a speech's end"
-    assert not torch.equal(task.starts[:, 0], task.starts[:, 1])
-
-
-def test_a_new_speech_begins_with_nothing():
-    state = [LayerState(torch.ones(2, 1, 2, 3), (torch.ones(2, 3, 4),) * 3), LayerState(torch.ones(2, 1, 2, 3), None)]
-    kept = length.forget(state, torch.tensor([True, False]))
-    for x in (kept[0].S, *kept[0].conv, kept[1].S):
-        assert not x[0].any() and x[1].all()
-    assert kept[1].conv is None and isinstance(kept[0], LayerState)
-
-
-def test_states_passed_on_change_the_loss(place):
-    """With the state passed on, the second window's loss is that of the whole; gradients end there."""
-    tasks = [length.Length(length.Settings.tiny(), 16, passing, 5, 0, place) for passing in (True, False)]
-    torch.manual_seed(0)
-    model = LanguageModel(length.runs(length.Settings.tiny(), 1)[0].model)
-    torch.nn.init.normal_(model.lm_head.weight)
-    loss, state = tasks[0].loss(model.loss, 0, None)
-    assert not any(x.requires_grad for layer in state for x in leaves(layer) if x is not None)
-    alone, nothing = tasks[1].loss(model.loss, 0, None)
-    assert loss == alone and nothing is None
-    second, _ = tasks[0].loss(model.loss, 1, state)
-    row = task_bytes(tasks[0], 0, 33)
-    both, _ = model.loss(row[:, :-1], row[:, 1:].contiguous())
-    assert (tasks[0].window, tasks[0].T) == (16, 64)
-    torch.testing.assert_close((loss + second) / 2, both)
-    assert second != tasks[1].loss(model.loss, 1, None)[0]
-
-
-def task_bytes(task, step: int, n: int) -> torch.Tensor:
-    """n bytes of each row, from where its window begins."""
-    return task.training[task.starts[step][:, None] + torch.arange(n)].long()
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name, pattern", [("mqar", "main/gla/16/"), ("length", "main/gla-conv/8-passing")])
+@pytest.mark.parametrize("name, pattern", [("mqar", "main/gla/16/"), ("language", "main/tiny/gla-conv")])
 def test_a_compiled_loss_learns_the_same(name, pattern, place, tmp_path, monkeypatch):
     run = fixed(next(run for run in tiny(name) if run.name.startswith(pattern)))
     plain = EXPERIMENTS[name].carry_out(run, place)

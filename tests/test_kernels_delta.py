@@ -7,7 +7,7 @@ import harness
 import pytest
 import torch
 from cases import CORRELATIONS, F64, LADDER, STRENGTHS, alike, in_process, thin
-from delta_problems import EVERY, GATED, MILD, RULES, problem
+from delta_problems import EVERY, GATED, KEYS, MILD, RULES, problem
 from harness import CUDA, DTYPES, F16, F32, HERE, RUNS, allowed, anywhere, compare, interpreted, results, tokens
 
 from gla_ref import FORMS, triangular
@@ -93,9 +93,6 @@ def test_gradients_at_edges(mechanism, T):
 )
 def test_the_gate_ladder(mechanism, kind):
     check(mechanism, 1, 37, 1, 5, 3, kind=kind)  # and HV = 2 H
-
-
-KEYS = [(c, b) for c in CORRELATIONS for b in STRENGTHS]
 
 
 @interpreted

@@ -10,6 +10,7 @@ import torch
 from cases import LADDER, error, inputs, thin
 from harness import CUDA, compare, hold_in_parts, interpreted, results, tokens
 from linear_problems import problem
+from played_gluon import gluon, on_hopper, played_here
 
 from gla_ref import FORMS, gates
 
@@ -30,12 +31,6 @@ RUNS = 100  # a gradient was once wrong in 1 call of 100
 hopper = FORMS["gla"]["triton_hopper"]
 
 
-def on_hopper(test):
-    """A test that needs a GPU of compute capability 9.0."""
-    here = CUDA and torch.cuda.get_device_capability() == (9, 0)
-    return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
-
-
 def meta(*shape, dtype=BF16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -50,7 +45,6 @@ def check(*sizes, path=None, ends=None, scale=None, **kw):
 # the plan
 
 ON_HOPPER = partial(plan, "gla", hardware="sm_90")
-gluon = pytest.mark.skipif(gluon_names.missing() is not None, reason=f"this Triton has no {gluon_names.missing()}")
 
 
 @gluon
@@ -144,14 +138,13 @@ def played(x, ends=None, path=None, seed=0, ignored=None, backward=True):
     """Gradients as the Hopper kernels make them (or o and the final state), of inputs of `problem`."""
     from gla_ref.kernels.hopper import gla_backward as back
     from gla_ref.kernels.hopper import gla_forward as forth
-    from gla_ref.pages import gla_hopper as page
 
     cu = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     call = Call(*(x[n] for n in ("q", "k", "v", "g")), None, x["S"], cu, None, path)
     named = {n: y for n, y in call._asdict().items() if isinstance(y, torch.Tensor)}
     if not backward:
         found = forth.plan_forward(SM_90, forward.specs(call))
-        o, S, *_, strong = played_gluon.play(found, named, seed, ignored, (page,))
+        o, S, *_, strong = played_gluon.play(found, named, seed, ignored)
         add_pairs([o], x, ends, strong, forward=True)
         return {"o": o, "S": S}
     named |= {n: x[n] for n in ("do", "dS") if x[n] is not None}
@@ -208,11 +201,6 @@ def test_either_name_will_do(what, monkeypatch):
             assert gluon_names.missing.__wrapped__() is None and gluon_names.named(what) == "found"
 
 
-played_here = pytest.mark.skipif(
-    CUDA or gluon_names.missing() is not None, reason="played on a CPU, where there is Gluon"
-)
-
-
 @played_here
 @pytest.mark.parametrize("kind", thin(LADDER, "mild and strong chunks", "many resets"))
 def test_the_source_makes_the_gradient(kind):
@@ -263,14 +251,12 @@ def test_the_page_marks_the_pairs_that_it_leaves_out():
     """Without flags, the rows of a head's strong chunk are NaN. The states, and so all other rows, are right."""
     import kernel_cases
 
-    from gla_ref.pages import gla_hopper as page
-
     x, _ = problem("gla", 1, 200, 2, 64, 64, dtype=BF16, large=0.0)
     x["g"] = x["g"].clone()
     x["g"][:, 70, 1, 3] = -torch.inf
     right = played(x | {"S": None}, backward=False)
     found = kernel_cases.plan_gla_page(SM_90, *(spec_of(n, x[n]) for n in "qkvg"))
-    o, S, _ = played_gluon.play(found, x, more=(page,))
+    o, S, _ = played_gluon.play(found, x)
     assert o[:, 64:128, 1].isnan().all() and torch.equal(S, right["S"])
     o[:, 64:128, 1] = right["o"][:, 64:128, 1]
     assert torch.equal(o, right["o"])

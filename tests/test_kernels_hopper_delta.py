@@ -1,36 +1,27 @@
 """The Hopper kernels of the delta rules: plans and refusals anywhere, the source played on a CPU, results on a GPU."""
 
 import itertools
+import math
+import re
 from functools import partial
+from pathlib import Path
 
 import played_gluon
 import pytest
 import torch
-from cases import CORRELATIONS, LADDER, STRENGTHS, thin
-from delta_problems import MILD, RULES, problem
+from cases import LADDER, thin
+from delta_problems import CUT, KEYS, LENGTHS, MILD, PACK, RULES, problem
 from harness import BF16, CUDA, F16, F32, HERE, compare, tokens
+from played_gluon import gluon, on_hopper, played_here
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import delta, explain, plan
-from gla_ref.kernels.hopper import DELTA_KERNELS, gluon_names
+from gla_ref.kernels.hopper import DELTA_KERNELS
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.plan import spec_of
 
 BOTH = DELTA_KERNELS[1:]
-LENGTHS = (1, 63, 64, 65, 130)
-PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
-KEYS = list(itertools.product(CORRELATIONS, STRENGTHS))
-gluon = pytest.mark.skipif(gluon_names.missing() is not None, reason=f"this Triton has no {gluon_names.missing()}")
-played_here = pytest.mark.skipif(
-    CUDA or gluon_names.missing() is not None, reason="played on a CPU, where there is Gluon"
-)
-
-
-def on_hopper(test):
-    """A test that needs a GPU of compute capability 9.0."""
-    here = CUDA and torch.cuda.get_device_capability() == (9, 0)
-    return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
 
 
 def meta(*shape, dtype=BF16):
@@ -103,6 +94,19 @@ def test_the_book_draws_walkers_as_wide_as_the_plan_makes_them():
     for heads in range(1, 133):
         how, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, 128, "fused")
         assert (how.columns, length) == (delta_roles.columns(heads), 128)
+
+
+@gluon
+def test_the_book_computes_the_times_by_which_the_plan_decides():
+    from gla_ref.kernels.hopper import delta_ahead, delta_fused
+
+    text = Path(__file__).parents[1].joinpath("book", "23_delta_rule_fused.md").read_text()
+    cell = re.search(r"```\{code-cell\} python\n(def fused_us.*?)```", text, re.DOTALL)[1]
+    exec(cell, names := {"ceil": math.ceil, "C": 64, "K": 128, "V": 128})
+    for h, n in itertools.product((1, 3, 8, 24, 33, 34, 66, 67, 128, 256), (1, 8, 32, 63, 512, 1024)):
+        assert names["fused_us"](h, n) == pytest.approx(delta_fused.duration(CLASSES["sm_90"], h, n))
+        two_kernels = delta_ahead.whole_duration(CLASSES["sm_90"], 128, 128, h, n, None)
+        assert names["two_kernels_us"](h, n) == pytest.approx(two_kernels)
 
 
 @gluon
@@ -331,9 +335,6 @@ def test_narrow_and_wide_programs_give_the_same_bits(dtype, path, monkeypatch):
     assert all(torch.equal(y, narrow[n]) for n, y in played("hopper_ahead", x, PACK, path=path).items())
 
 
-CUT = (0, 0, 64, 230, 240)  # no tokens; a whole segment, segments and a part of one, a part
-
-
 @played_here
 @pytest.mark.parametrize(
     "mechanism, dtype, T",
@@ -442,11 +443,9 @@ def played_page(x, seed=0, ignored=None):
     """o and the final state of what the launcher of the page launches."""
     import kernel_cases
 
-    from gla_ref.pages import gated_delta_rule_hopper as page
-
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
     found = kernel_cases.plan_delta_page(CLASSES["sm_90"], *(spec_of(n, y) for n, y in named.items()))
-    o, S, _ = played_gluon.play(found, named, seed, ignored, (page,))
+    o, S, _ = played_gluon.play(found, named, seed, ignored)
     return {"o": o, "S": S}
 
 
@@ -499,9 +498,10 @@ def test_the_page_on_the_gate_ladder(kind):
 
 
 @played_here
-@pytest.mark.parametrize("correlation, strength", thin(KEYS, (1.0, 2.0)))
+@pytest.mark.parametrize("correlation, strength", thin(KEYS, (0.99, 2.0)))
 def test_the_page_on_the_key_ladder(correlation, strength):
     check_page(1, 130, correlation=correlation, strength=strength)
+    check_page(1, 130, kind="zero", correlation=correlation, strength=strength)  # by float16 alone S errs too much
 
 
 @played_here
@@ -512,11 +512,15 @@ def test_any_order_of_the_steps_of_the_page_gives_the_same_bits():
         assert all(torch.equal(y, first[n]) for n, y in played_page(x, seed=seed).items())
 
 
-PAGE_BARRIERS = {f"{name} {s}": (n, s) for n, name in enumerate(("empty", "ready", "solved")) for s in range(2)}
+PAGE_BARRIERS = {
+    f"{name} {s}": (0, 5 * s + n)
+    for n, name in enumerate(("keys", "ready", "gated", "solved", "done"))
+    for s in range(2)
+}
 
 
 @played_here
-@pytest.mark.parametrize("bar", thin(PAGE_BARRIERS, "empty 1"))
+@pytest.mark.parametrize("bar", thin(PAGE_BARRIERS, "done 1"))
 def test_every_barrier_of_the_page_is_needed(bar):
     x, _ = page_problem(1, 600, 2)
 
@@ -543,6 +547,7 @@ def test_the_gate_ladder_of_the_page(kind):
 @pytest.mark.parametrize("correlation, strength", KEYS)
 def test_the_key_ladder_of_the_page(correlation, strength):
     check_page(2, 300, 4, correlation=correlation, strength=strength)
+    check_page(2, 300, 4, kind="zero", correlation=correlation, strength=strength)
 
 
 @on_hopper

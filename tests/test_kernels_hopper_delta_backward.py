@@ -7,10 +7,11 @@ import played_gluon
 import pytest
 import torch
 from cases import LADDER, thin
-from delta_problems import MILD, RULES, problem
-from harness import CUDA, compare, results
-from test_kernels_delta import KERNELS, KEYS
-from test_kernels_hopper_delta import BF16, CUT, F16, F32, LENGTHS, ON_HOPPER, PACK, call, gluon, on_hopper, played_here
+from delta_problems import CUT, KEYS, LENGTHS, MILD, PACK, RULES, problem
+from harness import BF16, CUDA, F16, F32, compare, results
+from played_gluon import gluon, on_hopper, played_here
+from test_kernels_delta import KERNELS
+from test_kernels_hopper_delta import ON_HOPPER, call
 
 from gla_ref.kernels import delta, hopper, plan
 from gla_ref.kernels.launch.hardware import CLASSES

@@ -7,10 +7,13 @@ import played_gluon
 import pytest
 import torch
 from cases import LADDER, thin
-from delta_problems import MILD, problem
+from delta_problems import CUT, KEYS, LENGTHS, MILD, PACK, problem
 from harness import BF16, CUDA, F16, F32, HERE, compare, results, tokens
-from test_kernels_hopper_delta import CUT, KEYS, LENGTHS, PACK, gluon, meta, on_hopper, played_here
+from played_gluon import gluon, on_hopper, played_here
 from test_kernels_hopper_delta import call as call_of_delta_rule
+from test_kernels_hopper_delta import meta
+
+pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import explain, kda, plan
 from gla_ref.kernels.launch.hardware import CLASSES

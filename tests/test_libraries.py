@@ -8,7 +8,8 @@ import types
 import pytest
 import torch
 
-from gla_ref import FORMS, check
+from gla_ref import FORMS, check, results
+from gla_ref.book import who_passes
 from gla_ref.compat import libraries
 from gla_ref.mechanisms import MECHANISMS
 
@@ -85,3 +86,23 @@ def test_what_a_library_does_not_group_is_not_claimed(monkeypatch):
     report = check.kernel("delta_rule", fn, only=("length 7", "value heads", "values that*"))
     assert report.ok and "values that keys find" in report.left and it.claim.endswith("for each key head")
     assert report.cases.keys() == {"length 7", "value heads"} and report.not_covered
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_every_function_has_a_row_in_who_passes(recorded, monkeypatch):
+    if not recorded:
+        monkeypatch.setattr(results, "load", lambda *a, **k: None)
+    rows = who_passes.rows()
+    assert list(dict.fromkeys(row.function for row in rows)) == list(libraries.FUNCTIONS)
+    assert who_passes.matrix(rows).count("<tr>") == len(rows) + 1
+    for row in rows:
+        assert row.note or row.record["groups"], f"{row.name}: an empty row"
+        assert recorded or row.note == "no record yet"
+    judged = [name for names in who_passes.verdicts(rows).values() for name in names]
+    assert sorted(judged) == sorted(libraries.FUNCTIONS)
+
+
+def test_a_refusal_is_no_wrong_number_in_who_passes():
+    record = {"ok": False, "cases": 3, "failures": [{"case": "a", "kind": "raises"}, {"case": "b", "kind": "error"}]}
+    row = who_passes.Row("fla.chunk_gla", "fla.chunk_gla fp32", {}, record)
+    assert row.counts == (3, 1, 1) and "1 wrong, 1 refused" in row.note

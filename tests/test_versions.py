@@ -19,7 +19,6 @@ from gla_ref.mechanisms import MECHANISMS
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 import other_tritons
-import try_oldest
 
 from gla_ref.kernels.launch import checks
 
@@ -45,12 +44,13 @@ def test_the_pinned_version_is_that_of_the_environment():
 
 
 def test_the_oldest_versions_were_tried():
+    """Those that pyproject.toml allows; docs/architecture.md names the program that tried them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"torch>={try_oldest.bound('torch')}" in project["dependencies"] and try_oldest.bound("triton") == REQUIRED
     record = results.read(RECORDS / "oldest-versions.json", "oldest")
-    assert {r["torch"] for r in record} == {f"{try_oldest.bound('torch')}.0"}
+    (oldest,) = {r["torch"].removesuffix(".0") for r in record}
+    assert f"torch>={oldest}" in project["dependencies"]
+    assert project["optional-dependencies"]["triton"][0].startswith(f"triton>={REQUIRED};")
     assert f"{REQUIRED}.0" in {r["triton"] for r in record}
-    assert {r["step"] for r in record} == set(try_oldest.STEPS)
     for r in record:
         refused = too_old(r["triton"]) or not_interpreted(r["triton"], r["numpy"])
         assert r["runs"] or refused, f"{r}: expected a step that runs, or a version that is refused"

@@ -179,7 +179,7 @@ def test_delta_roles_says_what_the_schedules_are():
 
 
 def test_delta_roles_take_their_times_from_a_record(monkeypatch):
-    parts = {"the work of both": 1.61, "the walkers' work": 2.71, "the solver's work": 2.39, "nothing": 4.6}
+    parts = {"the work of both": 1.61, "the walker's work": 2.71, "the solver's work": 2.39, "nothing": 4.6}
     records = [{"taken": part, "us_a_chunk": us, "B": 8, "HV": 16} for part, us in parts.items()]
     monkeypatch.setattr(roles.results, "load", lambda gpu, kind: {"parts": records} if kind == "parts" else None)
     assert roles._alone() == {"load": 1.6, "solve": 2.7, "walk": 2.4}

@@ -188,7 +188,7 @@ WAITS = results.load("h200", kind="waits")
 
 def test_bars_are_as_long_as_the_record_says():
     explorable = timeline.waits_timeline(WAITS, B=8)
-    assert list(explorable.controls[0].values) == ["fused", "in turn", "two kernels: the walk"]
+    assert list(explorable.controls[0].values) == ["fused", "sequential", "two kernels: the walk"]
     records = [r for r in WAITS["waits"] if r["B"] == 8 and r["kernel"] != "gla"]
     end = max(chunk[-1][1] for r in records for x in r["roles"] for chunk in x["chunks"])
     for record, frames in zip(records, explorable.frames, strict=True):

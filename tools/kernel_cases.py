@@ -89,9 +89,11 @@ def plan_delta_page(hardware: Hardware, q, k, v, g, beta) -> Plan:
 
     (B, T, HV, V), (H, K), C = v.shape, q.shape[2:], page.C.value
     draft = Draft(hardware, q, k, v, g, beta)
-    o, S = draft.like("o", v), draft.new("S", B, HV, K, V)
-    d_q, d_k, d_v, d_o = box(q, C, K), box(k, C, K), box(v, C, V // 2), box(o, C, V // 2)
-    draft.launch(page.walk, B * HV, d_q, d_k, d_v, g, beta, d_o, S, T, HV, HV // H, K**-0.5, num_warps=4, maxnreg=128)
+    o, S, strong = draft.like("o", v), draft.new("S", B, HV, K, V), draft.new("strong", B * HV, dtype=torch.int32)
+    boxes = box(q, C, K), box(k, C, K), box(v, C, V), g, beta, box(o, C, V)
+    for exact in (0, 1):
+        rest = S, strong, T, HV, HV // H, K**-0.5, 0
+        draft.launch(page.walk, B * HV, *boxes, *rest, EXACT=exact, num_warps=8, maxnreg=128)
     return draft.plan("page", o, S)
 
 

@@ -58,7 +58,7 @@ def model_and_batches(mixer: str, size: str, device: str):
     if size == "recall":
         task = mqar.Mqar(settings, 0, device)
         objective = task.objective(model)
-        return model, lambda step: task.loss(objective, step, None)[0]
+        return model, lambda step: task.loss(objective, step)
 
     def loss(step: int):
         rng = dice(device, "stress", 0, step)

@@ -1,6 +1,5 @@
-"""`python -m gla_ref`: run the four kernels of the original GLA, or check a kernel of your own (chapter 14).
+"""`python -m gla_ref`: check a kernel of your own, and what is installed ("Check your kernel").
 
-`run` takes random input and checks every step; without a GPU Triton interprets them on the CPU.
 `check gla my_module:my_fn` says whether a function is right, and if not, where and why.
 `check --museum` runs bugs that public libraries shipped: is each caught and named here?
 `doctor` says what is installed here, which kernels would run, and on a GPU whether they are right.
@@ -10,7 +9,6 @@ Exit status: 0 right, 1 wrong, 2 cannot run as asked, or the kernel that is chec
 import argparse
 import importlib.util
 import json
-import math
 import os
 import pkgutil
 import sys
@@ -24,93 +22,13 @@ from typing import NoReturn
 import numpy as np
 import torch
 from torch import distributed as dist
-from torch.nn.functional import logsigmoid
 
-from . import gates, gla
-from . import gla_chunk_fuse as reference
 from ._commands import apart
-from .kernels import find_device, refusal
 from .mechanisms import MECHANISMS
-from .rounding import budget, error, operands_in
 
 START = timedelta(minutes=5)  # that ranks wait for one another before the first call
 EVERY = 10.0  # seconds from one line about progress to the next
 LONGEST = 1e9  # seconds; a thread cannot wait much longer
-
-
-def prepare_device(args: argparse.Namespace) -> str:
-    """Say where the kernels run, and return that device; the interpreter must be chosen before Triton is imported."""
-    if reason := refusal():
-        raise ValueError(reason)
-    device, _, sentence = find_device()
-    print(sentence)
-    if device == "cpu" and args.dtype != "float32":
-        raise ValueError(f"--dtype: expected float32 without a GPU, got {args.dtype}")
-    return device
-
-
-def run(args: argparse.Namespace) -> int:
-    """Each step against its PyTorch reference in float64, then the whole against the recurrence."""
-    device, dtype = prepare_device(args), getattr(torch, args.dtype)
-    from .kernels.exhibits import gla_chunk_fuse as kernels
-    from .kernels.exhibits.decay_cumsum import decay_cumsum
-
-    sizes = {name: getattr(args, name) for name in ("B", "T", "H", "K", "V")}
-    B, T, H, K, V = sizes.values()
-    C, scale = args.C, K**-0.5
-    rng = torch.Generator(device).manual_seed(args.seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=rng, device=device, dtype=torch.float32)
-
-    q, k, x = normal(3, B, T, H, K).to(dtype)
-    v, S0 = normal(B, T, H, V).to(dtype), normal(B, H, K, V)
-    g = logsigmoid(x) / 16 if args.gate is None else torch.full_like(x, args.gate)
-    print(f"{', '.join(f'{n} = {size}' for n, size in sizes.items())}, C = {C}, {args.dtype}")
-    gate = "logsigmoid(x) / 16" if args.gate is None else args.gate
-    print(f"gates {gate}, seed {args.seed}\n")
-
-    # each step on what the step before it made, against the same in float64
-    b = decay_cumsum(g, C=C)
-    q_g, k_g = kernels.qg_kg(q, k, b, scale, C)
-    parts, S = kernels.read_states(q_g, k_g, v, b, S0, C)
-    A = kernels.inner_scores(q, k, b, scale, C)
-    o = reference.combine(parts, A, v)
-    q64, k64, v64, b64, qg64, kg64 = (x.double() for x in (q, k, v, b, q_g, k_g))
-    reads, S64 = reference.fused_chunk_gla_fwd(qg64, kg64, v64, b64, S0.double(), C)
-    computed = [(b,), (q_g, k_g), (parts.sum(0), S), (A.sum(0),), (o,)]
-    expected = [
-        (gates.chunk_cumsum(g.double(), C, base2=True),),
-        reference.prepare_qg_kg(q64, k64, b64, scale, C),
-        (reads, S64),
-        (reference.fwd_inner_chunk(q64, k64, b64, scale, C),),
-        (reference.combine(parts.double(), A.double(), v64),),
-    ]
-    print(f"{'step':28}{'grid':>16}{'programs':>10}{'MB':>10}{'error':>11}")
-    rows = zip(reference.steps(**sizes, C=C, itemsize=dtype.itemsize), computed, expected, strict=True)
-    for step, got, exact in rows:
-        grid = " x ".join(map(str, step.grid)) or "PyTorch"
-        programs = torch.Size(step.grid).numel() if step.grid else ""
-        worst = max(map(error, got, exact))
-        print(f"{step.name:28}{grid:>16}{programs:>10}{step.bytes / 1e6:10.3f}{worst:11.1e}")
-
-    # the whole: twice the worst error of emulated runs with operands rounded to dtype, and 4 eps
-    wide = [x.double() for x in (q, k, v, g)]
-    exact = gla.recurrent(*wide, initial_state=S0.double())
-    low = [x.float() for x in wide]
-    with operands_in(dtype):
-        emulated = [gla.chunkwise_two_level(*low, initial_state=S0, C=n, c=n) for n in (16, 32, 64)]
-    emulated.append(reference.chunk_fuse(*low, scale, S0, C))
-    wrong = False
-    print()
-    for n, (name, x, kept) in enumerate((("o", o, dtype), ("state", S, torch.float32))):
-        errors = [error(run[n].to(kept), exact[n]) for run in emulated]
-        allowed = budget(max(e for e in errors if e < math.inf), kept)  # a run that broke allows nothing
-        worst_error = error(x, exact[n])
-        wrong |= worst_error > allowed
-        verdict = "WRONG" if worst_error > allowed else "right"
-        print(f"{name:5} against the float64 recurrence: {worst_error:.1e} of {allowed:.1e} allowed, {verdict}")
-    return 1 if wrong else 0
 
 
 def load(name: str):
@@ -426,15 +344,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     parser = Parser("python -m gla_ref", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    it = commands.add_parser("run", help="run and check the four kernels (the default)")
-    it.set_defaults(function=run)
-    for name, default in (("B", 1), ("T", 100), ("H", 2), ("K", 80), ("V", 48)):
-        it.add_argument(f"--{name}", type=size, default=default, help="default %(default)s")
-    it.add_argument("--C", type=int, choices=(16, 32, 64), default=16, help="chunk length")
-    it.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
-    it.add_argument("--gate", type=log_gate, metavar="G", help="this log gate everywhere: --gate=-20")
-    it.add_argument("--seed", type=int, default=0, help="of the random input, default %(default)s")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     add_check(commands)
     about = "what is installed here, which kernels would run, and are they right?"
     commands.add_parser("doctor", help=about, description=about).set_defaults(function=examine)
@@ -448,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
         SystemExit: it cannot run as asked.
     """
     it = parser()
-    args = it.parse_args((sys.argv[1:] if argv is None else argv) or ["run"])
+    args = it.parse_args(argv)
     try:
         with np.errstate(all="ignore"):  # the interpreter computes with NumPy; NaN will be reported as wrong
             return args.function(args)
@@ -469,7 +379,7 @@ def shell(argv: list[str]) -> int:
             status = refused.code
         apart.finish(status)
     it = parser()
-    args = it.parse_args(argv or ["run"])
+    args = it.parse_args(argv)
     if args.command != "check" or args.kernel is None:
         return main(argv)
     try:

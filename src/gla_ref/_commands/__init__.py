@@ -1,1 +1,1 @@
-"""The command line's programs (chapters 4 and 14): `python -m gla_ref` and `python -m gla_ref.pages.gla`."""
+"""Programs behind `python -m gla_ref` ("Check your kernel") and `python -m gla_ref.pages.gla` (chapter 4)."""

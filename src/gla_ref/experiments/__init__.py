@@ -11,17 +11,17 @@ host it goes on with the runs that the file of records lacks: take the file alon
 Trials choose a learning rate for every group of runs, on validation data; they are no results. `mqar --preset live` is
 learned in some ten seconds a run on a CPU.
 
-With full settings MQAR has run at width 128, `language`, `ablations`, `length` and `throughput` whole. The tests run
+With full settings MQAR has run at width 128, `language`, `ablations` and `throughput` whole. The tests run
 tiny settings on a CPU.
 """
 
-from . import ablations, language, length, mqar, throughput
+from . import ablations, language, mqar, throughput
 from ._report import Interval, by_speech, compare, holm, interval, paired, results_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
 #: :meta hide-value:
-EXPERIMENTS = {"mqar": mqar, "language": language, "ablations": ablations, "length": length, "throughput": throughput}
+EXPERIMENTS = {"mqar": mqar, "language": language, "ablations": ablations, "throughput": throughput}
 
 __all__ = [
     "EXPERIMENTS",

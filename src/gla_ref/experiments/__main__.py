@@ -24,7 +24,7 @@ from ._driver import carry_out_all, is_done
 from ._rates import choice_of
 from .runs import Place, Run
 
-PRESETS = ("full", "overwrite", "wide", "live", "epsilon", "tiny")  # of an experiment's settings
+PRESETS = ("full", "overwrite", "live", "tiny")  # of an experiment's settings
 
 
 def settings_of(module, args: argparse.Namespace):

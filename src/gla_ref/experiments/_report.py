@@ -148,7 +148,7 @@ def by_speech(records: Sequence[dict], one: str, other: str, of: str = "by speec
     """How much larger one result's loss is than another's, speech by speech, each the mean over its seeds.
 
     Args:
-        records: of :mod:`gla_ref.experiments.length`.
+        records: with losses by speech, as those of the experiment `length` (its program is at commit 8142261).
         one, other: results as :func:`results_of` names them.
         of: "by speech", or "last positions by speech".
         level: of the interval.

@@ -17,7 +17,7 @@ on the CPU, so that a CPU and a GPU train on the same texts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -28,7 +28,7 @@ from .runs import Place, Run, Training, check_fields, dice, start_of
 from .trained_gates import gates_of
 from .training import Task
 
-__all__ = ["Epsilons", "Mqar", "Settings", "carry_out", "questions", "runs", "sanity"]
+__all__ = ["Mqar", "Settings", "carry_out", "questions", "runs", "sanity"]
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,6 @@ class Settings:
         return cls()
 
     @classmethod
-    def wide(cls) -> Settings:
-        """The largest width of the paper's figure, for the three mixers that it compares most."""
-        return cls(mixers=("softmax", "mamba2", "gla"), widths=(512,), bare_widths=None)
-
-    @classmethod
     def overwrite(cls) -> Settings:
         """Keys that get a new value: what a correcting state is for."""
         return cls(
@@ -109,31 +104,12 @@ class Settings:
         )  # fmt: skip
 
     @classmethod
-    def epsilon(cls) -> Epsilons:
-        """The usual epsilon and the small one, a few minutes on one core of a CPU, as chapter 19's cells try them."""
-        live = cls.live()
-        sizes = {f.name: getattr(live, f.name) for f in fields(live)}
-        rates = (2e-3, 4e-3, 8e-3, 16e-3)
-        return Epsilons(**sizes | {"mixers": ("gla",), "heads": 1, "steps": 120, "rates": rates, "test_sequences": 200})
-
-    @classmethod
     def tiny(cls) -> Settings:
         """Seconds on a CPU, to see that it runs."""
         return cls(
             vocab_size=32, lengths=((16, 2), (24, 4)), mixers=("gla",), widths=(16,), bare_widths=(16,), rates=(1e-2,),
             tokens=96, steps=6, rate_steps=3, test_sequences=8, precision="fp32",
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Epsilons(Settings):
-    """Settings of runs that choose no learning rate: each rate is tried with each epsilon, and is a result.
-
-    Attributes:
-        epsilons: of all norms.
-    """
-
-    epsilons: tuple[float, ...] = (1e-6, 1e-12)
 
 
 def questions(
@@ -189,9 +165,9 @@ class Mqar(Task):
         """The loss of the answers alone."""
         return lambda *questions: answer_loss(model, *questions)
 
-    def loss(self, objective, step, state):
-        """The loss of a step's answers; nothing is handed on."""
-        return objective(*self.batch(step)), None
+    def loss(self, objective, step):
+        """The loss of a step's answers."""
+        return objective(*self.batch(step))
 
     def evaluate(self, model) -> dict:
         """Share of right answers by length, the mean of these shares, and the mean loss; by kind of key too.
@@ -227,10 +203,7 @@ def mean(numbers) -> float:
 
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
-    """First the trials of every mixer, width and variant, then a run of each for every seed, with the best rate.
-
-    :class:`Epsilons` have no trials: a run for every epsilon, rate and seed.
-    """
+    """First the trials of every mixer, width and variant, then a run of each for every seed, with the best rate."""
     s, first, main = settings, [], []
     columns = [(width, True) for width in s.widths] + [(width, False) for width in s.bare_widths or ()]
     training = Training(s.steps, None, precision=s.precision, evaluations=min(4, s.steps))
@@ -246,21 +219,7 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
                 one = {"stage": "main", **about, "seed": seed}
                 main.append(Run("mqar", f"main/{group}/seed{seed}", one, s, model, training, s.tokens))
             first += trials(main[-1], s.rates, s.rate_steps)
-    return by_epsilon(settings, main) if isinstance(settings, Epsilons) else first + main
-
-
-def by_epsilon(settings: Epsilons, main: list[Run]) -> list[Run]:
-    """Each of some runs with every epsilon and every rate, evaluated at its end."""
-    runs = []
-    for run in main:
-        about = {name: x for name, x in run.about.items() if name != "group"} | {"stage": "epsilon"}
-        for eps in settings.epsilons:
-            for rate in settings.rates:
-                name = f"epsilon/{run.about['group']}/{eps:g}/{rate:g}/seed{run.about['seed']}"
-                training = replace(run.training, learning_rate=rate, evaluations=1)
-                model = replace(run.model, norm_eps=eps)
-                runs.append(replace(run, name=name, about=about, model=model, training=training))
-    return runs
+    return first + main
 
 
 def carry_out(run: Run, place: Place) -> dict | None:

@@ -39,7 +39,7 @@ __all__ = [
 END = 0  # the token behind a document; as a byte none of the texts has it
 CORPORA = ("texts", "speeches")
 PARTS = ("training", "validation", "test")
-LONG = 30_000  # bytes of a speech that length experiments use
+LONG = 30_000  # bytes of a speech that is one of the corpus "speeches"
 
 
 class Document(NamedTuple):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ..models import LanguageModel
-from ..models.layer import LayerState
 from .runs import Place, Run
 
 __all__ = ["Task", "compile_parts", "share_of_rate", "train"]
@@ -27,7 +26,7 @@ __all__ = ["Task", "compile_parts", "share_of_rate", "train"]
 POINTS = 50  # of a curve
 LEARNED = 0.98  # share of the loss without learning: a model above it is at chance
 SAVED = {
-    "model", "optimizer", "scheduler", "total", "state", "step", "seconds", "curve", "evaluations", "diverged", "rng",
+    "model", "optimizer", "scheduler", "total", "step", "seconds", "curve", "evaluations", "diverged", "rng",
     "cuda_rng", "fingerprint",
 }  # fmt: skip
 
@@ -48,8 +47,8 @@ class Task(ABC):
         return model.loss
 
     @abstractmethod
-    def loss(self, objective: Callable, step: int, state) -> tuple[Tensor, list[LayerState] | None]:
-        """The loss of a step's batch, and the state that the next step begins with (None: nothing)."""
+    def loss(self, objective: Callable, step: int) -> Tensor:
+        """The loss of a step's batch."""
 
     @abstractmethod
     def evaluate(self, model: LanguageModel) -> dict:
@@ -123,7 +122,7 @@ class _Trainer:
         self.run, self.task, self.place, self.device = run, task, place, device
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.file = run.file(place.folder, ".pt")
-        self.step, self.state, self.seconds = 0, None, 0.0
+        self.step, self.seconds = 0, 0.0
         self.curve, self.evaluations, self.diverged = [], [], False
         self.baselines = task.baselines()
         self.total = torch.zeros((), device=device)  # losses since the curve's last point: reading one waits for a GPU
@@ -151,8 +150,6 @@ class _Trainer:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.scheduler.load_state_dict(saved["scheduler"])
         self.total.copy_(saved["total"])
-        if saved["state"] is not None:
-            self.state = [LayerState(*_on(layer, self.device)) for layer in saved["state"]]
         for name in ("step", "seconds", "curve", "evaluations", "diverged"):
             setattr(self, name, saved[name])
         torch.set_rng_state(saved["rng"])
@@ -164,7 +161,6 @@ class _Trainer:
         cuda = self.device.type == "cuda"
         saved = {name: getattr(self, name) for name in ("step", "seconds", "curve", "evaluations", "diverged", "total")}
         saved |= {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
-        saved["state"] = None if self.state is None else [tuple(layer) for layer in self.state]
         saved |= {"rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None}
         saved["fingerprint"] = self.run.fingerprint()
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +211,7 @@ class _Trainer:
         """One step, and what is due behind it."""
         training = self.run.training
         with torch.autocast(self.device.type, torch.bfloat16, enabled=training.precision == "bf16"):
-            loss, self.state = self.task.loss(self.objective, self.step, self.state)
+            loss = self.task.loss(self.objective, self.step)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), training.clip)
         self.optimizer.step()
@@ -249,10 +245,3 @@ class _Trainer:
 
 def _unreadable(file: Path, got: str) -> ValueError:
     return ValueError(f"folder: expected a checkpoint of these programs in {file}, got {got}; remove it to start anew")
-
-
-def _on(x, device: torch.device):
-    """A state's tensors on another device."""
-    if isinstance(x, Tensor):
-        return x.to(device)
-    return tuple(_on(y, device) for y in x) if isinstance(x, tuple | list) else x

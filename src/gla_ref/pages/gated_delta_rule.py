@@ -4,13 +4,13 @@ Computes, for log gates g <= 0 and write strengths beta, a number for each token
 
     S_t = e^g_t (I - beta_t k_t^T k_t) S_(t-1) + beta_t k_t^T v_t        o_t = scale q_t S_t
 
-Chunk by chunk, with b_i = g_1 + ... + g_i in the chunk and E_ij = e^(g_(j+1) + ... + g_i) for j <= i, else 0::
+Chunk by chunk, with b_i = g_1 + ... + g_i in the chunk and D_ij = e^(g_(j+1) + ... + g_i) for j <= i, else 0::
 
-    A = tril(beta_i (k_i k_j^T) E_ij, -1)        P = (q k^T) * E                         (1)
+    A = tril(beta_i (k_i k_j^T) D_ij, -1)        P = (q k^T) * D                         (1)
     Y = (I + A)^-1                                                                       (2)
-    w = Y beta (v - e^b (k S))                                                           (3)
-    o = scale (e^b (q S) + P w)                                                          (4)
-    S <- e^(b_C) S + k^T (e^(b_C - b) w)                                                 (5)
+    write = Y beta (v - e^b (k S))                                                       (3)
+    o = scale (e^b (q S) + P write)                                                      (4)
+    S <- e^(b_C) S + k^T (e^(b_C - b) write)                                             (5)
 
 Reference: :func:`gla_ref.gated_delta_rule.recurrent`. `solve` makes (1) and (2) of all chunks at once, in HV T / C
 programs. Then a program of `walk` owns BV columns of the state of one head and walks over the chunks of its sequence:
@@ -36,10 +36,10 @@ def inverse(A):
     i, j, m = tl.arange(0, n)[None, :, None], tl.arange(0, n)[None, None, :], tl.arange(0, 2)
     A = A.reshape(2, n, 2, n)
     own, below = m[:, None, None, None] == m[None, None, :, None], m[:, None, None, None] > m[None, None, :, None]
-    D = tl.sum(tl.where(own, A, 0.0), 2)  # [2, n, n]
-    Y = tl.where(i == j, 1.0, tl.zeros_like(D))
+    halves = tl.sum(tl.where(own, A, 0.0), 2)  # [2, n, n]
+    Y = tl.where(i == j, 1.0, tl.zeros_like(halves))
     for t in tl.range(0, n - 1):  # elimination: row t is done, and is taken from the rows below it
-        column, row = tl.sum(tl.where(j == t, D, 0.0), 2), tl.sum(tl.where(i == t, Y, 0.0), 1)  # [2, n]
+        column, row = tl.sum(tl.where(j == t, halves, 0.0), 2), tl.sum(tl.where(i == t, Y, 0.0), 1)  # [2, n]
         Y -= column[:, :, None] * row[:, None, :]
     A_21 = tl.sum(tl.sum(tl.where(below, A, 0.0), 2), 0)  # [n, n]
     Y_1, Y_2 = tl.sum(tl.where(m[:, None, None] == 0, Y, 0.0), 0), tl.sum(tl.where(m[:, None, None] == 1, Y, 0.0), 0)
@@ -64,9 +64,9 @@ def solve(q, k, g, beta, P, Y, decay, T, HV, G, C: tl.constexpr, BK: tl.constexp
 
     # compute: sums of just the gates between; differences of sums would be NaN after g = -inf
     between = tl.cumsum(tl.where(i > j, b_g[:, None], 0.0), 0)  # [C, C]
-    E = tl.exp2(tl.where(i >= j, between, float("-inf")))  # 0 above the diagonal
-    b_P = tl.dot(b_q, b_k.T, input_precision="ieee") * E  # (1)
-    A = tl.where(i > j, tl.dot(b_k, b_k.T, input_precision="ieee") * E, 0.0) * b_beta[:, None]  # (1)
+    D = tl.exp2(tl.where(i >= j, between, float("-inf")))  # 0 above the diagonal
+    b_P = tl.dot(b_q, b_k.T, input_precision="ieee") * D  # (1)
+    A = tl.where(i > j, tl.dot(b_k, b_k.T, input_precision="ieee") * D, 0.0) * b_beta[:, None]  # (1)
     b_Y = inverse(A) * b_beta[None, :]  # (2), and beta of (3): stored as Y
 
     # store
@@ -74,7 +74,7 @@ def solve(q, k, g, beta, P, Y, decay, T, HV, G, C: tl.constexpr, BK: tl.constexp
     tl.store(P + chunk * C * C + i * C + j, b_P.to(P.dtype.element_ty))
     tl.store(Y + chunk * C * C + i * C + j, b_Y.to(Y.dtype.element_ty))
     tl.store(decay + chunk * 2 * C + o_c, tl.exp2(tl.cumsum(b_g, 0)))  # e^b
-    tl.store(decay + chunk * 2 * C + C + o_c, tl.sum(tl.where(i == C - 1, E, 0.0), 0))  # e^(b_C - b)
+    tl.store(decay + chunk * 2 * C + C + o_c, tl.sum(tl.where(i == C - 1, D, 0.0), 0))  # e^(b_C - b)
 
 
 @triton.jit
@@ -99,11 +99,11 @@ def walk(q, k, v, P, Y, decay, o, S_last, T, scale, G, C: tl.constexpr, BK: tl.c
         # compute: sums in float32, operands in the dtype of the inputs; "ieee": float32 is not rounded to TF32
         b_S = S.to(b_k.dtype)  # [BK, BV]
         x = b_v - tl.dot(b_k, b_S, input_precision="ieee") * since[:, None]  # [C, BV]
-        w = tl.dot(b_Y, x.to(b_k.dtype), input_precision="ieee")  # (3), [C, BV]
+        write = tl.dot(b_Y, x.to(b_k.dtype), input_precision="ieee")  # (3), [C, BV]
         b_o = tl.dot(b_q, b_S, input_precision="ieee") * since[:, None]  # [C, BV]
-        b_o = tl.dot(b_P, w.to(b_k.dtype), b_o, input_precision="ieee") * scale  # (4)
+        b_o = tl.dot(b_P, write.to(b_k.dtype), b_o, input_precision="ieee") * scale  # (4)
         o.store([i_b, i_h, t, i_v], b_o.to(b_k.dtype).reshape(1, 1, C, BV))  # nothing beyond the end
-        S = tl.dot(b_k.T, (w * until[:, None]).to(b_k.dtype), S * through, input_precision="ieee")  # (5)
+        S = tl.dot(b_k.T, (write * until[:, None]).to(b_k.dtype), S * through, input_precision="ieee")  # (5)
     S_last.store([i_b, i_h, 0, i_v], S.reshape(1, 1, BK, BV))
 
 

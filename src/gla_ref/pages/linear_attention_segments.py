@@ -6,8 +6,8 @@ Computes::
 
 One program a head leaves most of a chip idle when there are few heads. So a sequence is cut into N segments::
 
-    A_n = sum of k^T v over segment n             `add_up`, all segments at once           (1)
-    S_n = A_1 + ... + A_(n-1)                     `carry`, a scan over N states            (2)
+    delta_n = sum of k^T v over segment n         `add_up`, all segments at once           (1)
+    S_n = delta_1 + ... + delta_(n-1)             `carry`, a scan over N states            (2)
     o  = scale (q S + tril(q k^T) v)              `walk`, all segments at once, each       (3)
     S <- S + k^T v                                from its own S_n, chunk by chunk         (4)
 
@@ -28,39 +28,39 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
-def add_up(k, v, A, T, L, H, N, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def add_up(k, v, delta, T, length, H, N, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     # which tile: columns from i_v on of segment n of head i_h of sequence i_b. b_ is a block, in registers
     i_v, i_h, i_n = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i_b, n = i_n // N, i_n % N
     S = tl.zeros([BK, BV], tl.float32)
-    for t in tl.range(n * L, tl.minimum(n * L + L, T), C):
+    for t in tl.range(n * length, tl.minimum(n * length + length, T), C):
         b_k = k.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
         b_v = v.load([i_b, i_h, t, i_v]).reshape(C, BV)  # [C, BV]
         S = tl.dot(b_k.T, b_v, S, input_precision="ieee")  # (1)
-    A.store([(i_b * H + i_h) * N + n, 0, i_v], S.reshape(1, BK, BV))
+    delta.store([(i_b * H + i_h) * N + n, 0, i_v], S.reshape(1, BK, BV))
 
 
 @triton.jit
-def carry(A, S_last, N, KV, BLOCK: tl.constexpr):
+def carry(delta, S_last, N, KV, BLOCK: tl.constexpr):
     # which tile: BLOCK numbers of the state of a head
     i_h, o = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     S = tl.zeros([BLOCK], tl.float32)
-    for n in range(0, N):  # replace A_n by S_n
-        p = A + (i_h * N + n) * KV + o
-        b_A = tl.load(p, mask=o < KV)  # [BLOCK]
+    for n in range(0, N):  # replace delta_n by S_n
+        p = delta + (i_h * N + n) * KV + o
+        b_delta = tl.load(p, mask=o < KV)  # [BLOCK]
         tl.store(p, S, mask=o < KV)
-        S += b_A  # (2)
+        S += b_delta  # (2)
     tl.store(S_last + i_h * KV + o, S, mask=o < KV)
 
 
 @triton.jit
-def walk(q, k, v, A, o, T, L, H, N, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+def walk(q, k, v, delta, o, T, length, H, N, scale, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     # which tile, as in add_up
     i_v, i_h, i_n = tl.program_id(0) * BV, tl.program_id(1), tl.program_id(2)
     i_b, n = i_n // N, i_n % N
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    S = A.load([(i_b * H + i_h) * N + n, 0, i_v]).reshape(BK, BV)  # [BK, BV]
-    for t in tl.range(n * L, tl.minimum(n * L + L, T), C):
+    S = delta.load([(i_b * H + i_h) * N + n, 0, i_v]).reshape(BK, BV)  # [BK, BV]
+    for t in tl.range(n * length, tl.minimum(n * length + length, T), C):
         b_S = S.to(q.dtype)  # [BK, BV], rounded while the loads are on their way
         # load: 0 beyond T, which adds nothing to S
         b_q = q.load([i_b, i_h, t, 0]).reshape(C, BK)  # [C, BK]
@@ -113,13 +113,13 @@ def linear_attention(q, k, v, scale=None, segment=None):
     if segment < 1 or segment % C:
         raise ValueError(f"segment: expected a multiple of {C} tokens, got {segment}")
     N, scale = triton.cdiv(T, segment), K**-0.5 if scale is None else scale
-    A = v.new_empty(B * H * N, K, V, dtype=torch.float32)
-    d_A = TensorDescriptor(A, A.shape, A.stride(), [1, BK, BV])
+    delta = v.new_empty(B * H * N, K, V, dtype=torch.float32)
+    d_delta = TensorDescriptor(delta, delta.shape, delta.stride(), [1, BK, BV])
     grid = triton.cdiv(V, BV), H, B * N
     options = {"C": C, "BK": BK, "BV": BV, "num_warps": 4, "num_stages": 3}
-    add_up[grid](d_k, d_v, d_A, T, segment, H, N, **options)
-    carry[triton.cdiv(K * V, 1024), B * H](A, S, N, K * V, BLOCK=1024)
-    walk[grid](d_q, d_k, d_v, d_A, d_o, T, segment, H, N, scale, **options)
+    add_up[grid](d_k, d_v, d_delta, T, segment, H, N, **options)
+    carry[triton.cdiv(K * V, 1024), B * H](delta, S, N, K * V, BLOCK=1024)
+    walk[grid](d_q, d_k, d_v, d_delta, d_o, T, segment, H, N, scale, **options)
     return o, S
 
 

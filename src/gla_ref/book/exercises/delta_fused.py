@@ -130,17 +130,3 @@ predict(
     ],
     "Texts times value heads, times what a head is cut into: nothing, its chunks, or its columns.",
 )
-
-predict(
-    "ex-fused-bound",
-    ["the least time", "the longest time", "percent that faster products can save"],
-    [4.0, 6.0, 15.0],
-    [
-        ([5.0, ..., ...], "Half of the saving is a guess. The loads may already hide when they are a little faster."),
-        ([3.0, ..., ...], "Not the whole kernel gets faster: without any loads it still takes 4.0."),
-        ([4.0, 5.0, ...], "Half of the saving is a guess. All of the loads' last part may still be in the way."),
-        ([4.0, 6.0, 85.0], "That is what remains."),
-        ([4.0, 6.0, 0.9], "That is in microseconds. Divide by the time of the whole kernel."),
-    ],
-    "A part that is taken away costs nothing, and no improvement of it can be better than that.",
-)

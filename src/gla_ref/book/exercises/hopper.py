@@ -2,23 +2,7 @@
 
 from . import exercise
 from ._compare import hold, variants
-from ._predict import ask, choice, predict
-
-predict(
-    "ex-hopper-tile",
-    ["FLOP of a chunk", "KiB that it moves", "FLOP a byte"],
-    [2_097_152, 40, 51.2],
-    [
-        ([2_097_152, 32, ...], "The gates move, too: q, k, g, v and o are five tensors."),
-        ([2_097_152, 80, ...], "A number in 16 bits has two bytes, and a tile of 64 by 64 has 8 KiB."),
-        ([1_572_864, ..., ...], "One product is missing: there are four, of 2 * 64 * 64 * 64 each."),
-        (
-            [1_048_576, ..., ...],
-            "A product of 64 by 64 tiles costs 2 * 64 * 64 * 64: a multiplication and an addition.",
-        ),
-    ],
-    "With C = K = V = 64 all four products are alike, and so are all five tiles.",
-)
+from ._predict import ask, choice
 
 
 def _shared(C, K, V, stages, extra=lambda C, K, V: K * V + C * C + C * V, gates=3, size=2, all_staged=False):
@@ -94,22 +78,6 @@ def end(answer):
     }
     cases = [(4.0, 3.0, 3.0, 6, 1), (4.0, 3.0, 3.0, 6, 2), (2.0, 1.0, 5.0, 7, 3), (6.0, 5.0, 7.0, 5, 2)]
     hold(answer, cases, _end, variants(_end, mistakes), {"end": ""})
-
-
-predict(
-    "ex-hopper-programs",
-    ["programs", "percent of the multiprocessors at work", "prompts that give every multiprocessor a program"],
-    [16, 12.12, 9],
-    [
-        ([16, 12.12, 8], "Eight prompts are 128 programs, and four multiprocessors have none."),
-        ([16, 12.12, 8.25], "A prompt is a whole one: 8 are too few."),
-        ([2048, ..., ...], "Chunks of one head come one after the other, in one program."),
-        ([128, ..., ...], "Those are the chunks of one head; they come one after the other, in one program."),
-        ([16, 100, ...], "A program with the whole state needs most of a multiprocessor, and there are 16 programs."),
-    ],
-    "A head of a prompt is one program, whatever its length, and a program has a multiprocessor to itself.",
-    tolerance=0.02,
-)
 
 
 @ask("ex-hopper-fences")

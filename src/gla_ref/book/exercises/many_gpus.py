@@ -1,7 +1,5 @@
 """Judges of the exercises on many GPUs (chapter 25)."""
 
-import torch
-
 from . import exercise
 from ._compare import draw, hold, variants
 from ._predict import ask, choice, predict
@@ -45,30 +43,6 @@ def compose(answer):
     x = draw(1, (3,), (3, 2), (3,), (3, 2))
     cases = [tuple(y.sigmoid() if y.ndim == 1 else y for y in x)]
     hold(answer, cases, _compose, variants(_compose, mistakes), {"keep": "", "add": ""})
-
-
-def _entry(keep, add, S, r, stop=0, decay=True, state=True):
-    S = S if state else torch.zeros_like(S)
-    for i in range(max(0, r + stop)):
-        S = (keep[i][:, None] * S if decay else S) + add[i]
-    return S
-
-
-def _maps(seed, ranks=4):
-    x = draw(seed, (ranks, 3), (ranks, 3, 2), (3, 2))
-    return x[0].sigmoid(), x[1], x[2]
-
-
-@exercise("ex-ranks-entries", "implement")
-def entries(answer):
-    mistakes = {
-        "Its own piece is not before it: rank r composes the maps of ranks 0 to r - 1.": dict(stop=1),
-        "The piece right before it is missing: rank r - 1 counts.": dict(stop=-1),
-        "A sum that has been added fades over every later piece.": dict(decay=False),
-        "The state before the text is missing.": dict(state=False),
-    }
-    cases = [(*_maps(2), r) for r in (0, 1, 3)]
-    hold(answer, cases, _entry, variants(_entry, mistakes), {"S": ""})
 
 
 def _blocks(ranks, latency, size, bandwidth, fewer=2, power=0.5):

@@ -8,7 +8,7 @@ import torch
 from ... import triangular
 from . import exercise
 from ._compare import draw, hold, variants
-from ._predict import ask, choice, predict
+from ._predict import predict
 
 predict(
     "ex-triangle-pascal",
@@ -85,16 +85,3 @@ def refine(answer):
     A, noise = (x.tril(-1) for x in draw(23, (5, 5), (5, 5)))
     cases = [(A, triangular.substitution(A) + 0.1 * noise)]
     hold(answer, cases, partial(_refine), variants(_refine, mistakes), {"Y": "T T"})
-
-
-@ask("ex-triangle-recipes")
-def recipes():
-    why = {
-        "a": "Rows in float32, merges in TF32: every intermediate number is an entry of an inverse, and TF32 "
-        "rounds it eight times less than bf16 does in the end.",
-        "b": "Doubling at 64 rows breaks in float32 already: its powers reach 10^17 for similar keys.",
-        "c": "Rows in float32, merges of three bf16 products: 16 bits, more than bfloat16 passes on.",
-        "d": "Doubling at 16 rows has powers of 3432 for similar keys; fp16 then has no digit after the point.",
-        "e": "Float32 products everywhere: the most exact recipe, and the slowest.",
-    }
-    return choice("Recipes", "ace", why)

@@ -1,4 +1,4 @@
-"""The delta rule's kernels on Hopper over time: in turn, fused (the inverse a chunk ahead), two kernels (chapter 23).
+"""The delta rule on Hopper over time: sequential, fused (inverses a chunk ahead), two kernels (chapter 23).
 
 This is a model: each job lasts as long as in a measurement in which the other roles only wait. The model leaves out
 that roles at work slow each other down.
@@ -15,19 +15,19 @@ from ._svg import bar, part, played, ticks, tracks
 __all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WALK", "WAYS"]
 __all__ += ["Task", "columns", "delta_roles", "period", "schedule"]
 
-WAYS = ("in turn", "fused", "two kernels")
+WAYS = ("sequential", "fused", "two kernels")
 HEADS = (32, 64, 128)  # value heads of all sequences
 MULTIPROCESSORS, STAGES, CHUNKS = 132, 2, 6
 WALK = {32: 1.2, 64: 1.75}  # us per chunk of the library's `walk`, by its columns: the plan's estimates
 
 
 def _alone() -> dict[str, float]:
-    """Microseconds per chunk of each role of the page while all other roles wait, on an H200 ("parts").
+    """Microseconds per chunk of each role of the fused kernel while other roles only wait, on an H200 ("parts").
 
-    Without that record the times are those of a draft of the page (lab/delta_rules.md).
+    Without that record the times are those of an early draft (lab/delta_rules.md).
     """
     taken = results.parts(results.load("h200", kind="parts"), B=8)
-    alone = {"load": "the work of both", "solve": "the walkers' work", "walk": "the solver's work"}
+    alone = {"load": "the work of both", "solve": "the walker's work", "walk": "the solver's work"}
     if taken.keys() >= set(alone.values()):
         return {role: round(taken[part]["us_a_chunk"], 1) for role, part in alone.items()}
     return {"load": 1.4, "solve": 2.9, "walk": 2.3}
@@ -156,8 +156,9 @@ def delta_roles() -> Explorable:
         title="Six chunks of one value head",
         notice="A model: each job lasts as long as it did on an H200 with the other jobs taken away, a load "
         f"{ALONE['load']} µs, a solve {ALONE['solve']} and a walk {ALONE['walk']}. Numbers are chunks, "
-        "rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In turn, "
-        "the same warps do the jobs of the last two rows. The number of value heads matters to the two kernels only: "
+        "rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In "
+        "the sequential schedule the same warps do the jobs of the last two rows. The number of value heads matters to "
+        "the two kernels only: "
         f"all multiprocessors solve first, so more heads mean a longer wait. There a solve takes {FIRST} µs of one "
         f"multiprocessor, and a walk {WALK[32]} µs with few heads or {WALK[64]} with many.",
         alt="Three rows over time, for loads, solves and walks, with numbered bars for the chunks and marks every "

@@ -50,19 +50,19 @@ def walk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor,
     r = product(g.T / 2, ones)[:, 0]
     step("The anchor r, half of each channel's decay: half of the gates times ones.", "g", "r")
     q, k = q * x.exp(), k * (-x).exp()
-    step("Scale: q′ = q exp(x), k′ = k exp(−x). The gates have done their work.", "x q k", "q k")
+    step("Scale: q̂ = q exp(x), k̂ = k exp(−x). The gates have done their work.", "x q k", "q k")
     S = r.exp()[:, None] * S
     step("Bring the state halfway into the chunk: each row times its exp(r).", "r S", "S")
     P = product(q, k.T)
-    step("All scores of the chunk in one product, P = q′ k′ᵀ.", "q k", "P")
+    step("All scores of the chunk in one product, P = q̂ k̂ᵀ.", "q k", "P")
     P = torch.where(tril > 0, P, 0)
     step("Select the lower triangle. Scores above it may be huge, and are dropped.", "P", "P")
     o = product(q, S)
-    step("The tokens read from the state: o = q′ S′.", "q S", "o")
+    step("The tokens read from the state: o = q̂ Ŝ.", "q S", "o")
     o = o + product(P, v)
     step("The tokens read from each other: o += P v.", "P v", "o")
     S = r.exp()[:, None] * (S + product(k.T, v))
-    step("Write: S += k′ᵀ v, and then the other half of the chunk's decay, exp(r), for old and new.", "k v r", "S")
+    step("Write: S += k̂ᵀ v, and then the other half of the chunk's decay, exp(r), for old and new.", "k v r", "S")
     step("Store o. The state stays in the registers for the next chunk.", "o", "", o.numel())
     return o, S, steps
 
@@ -74,6 +74,7 @@ PLACES = {
     "S": (352, 34, 40, 80),
 }  # fmt: skip
 BARS = 196
+HATS = {"q": "q̂", "k": "k̂", "S": "Ŝ"}  # scaled
 #: the meaning of each tile
 WHAT = {
     "g": f"log gates, {C} tokens × {K} channels",
@@ -96,9 +97,9 @@ def _tiles(now: Step, there: set[str]) -> list[str]:
     ]
     for name, (x, y, width, height) in PLACES.items():
         kind = "orange" if name in now.makes else "pale-blue" if name in now.reads else "pale-grey"
-        scaled = "′" if name in "qkS" and f"{name}′" in there else ""
-        look = (kind, name + scaled, "on") if name in there else ("edge", name + scaled, "")
-        pieces.append(part(f"{name}{scaled}: {WHAT[name]}.", cell(x, y, width, height, *look)))
+        shown = HATS[name] if HATS.get(name) in there else name
+        look = (kind, shown, "on") if name in there else ("edge", shown, "")
+        pieces.append(part(f"{shown}: {WHAT[name]}.", cell(x, y, width, height, *look)))
     return pieces
 
 
@@ -126,9 +127,9 @@ def one_chunk() -> Explorable:
     frames, there = [], {"S"}
     for n, now in enumerate(steps):
         made = set(now.makes.split())
-        scaled = {f"{name}′" for name in made & there & {"q", "k"}}
-        scaled |= {"S′"} if "S" in made and "halfway" in now.words else set()
-        there = (there | made | scaled) - ({"S′"} if now.words.startswith("Write") else set())
+        scaled = {HATS[name] for name in made & there & {"q", "k"}}
+        scaled |= {HATS["S"]} if "S" in made and "halfway" in now.words else set()
+        there = (there | made | scaled) - ({HATS["S"]} if now.words.startswith("Write") else set())
         frames.append(Frame(_tiles(now, there) + _bars(steps[: n + 1], steps), f"{n + 1}. {now.words}"))
     return Explorable(
         title="One chunk of the kernel",

@@ -1,4 +1,4 @@
-"""A Hopper kernel's jobs over time: one program in turn, two of them, or three groups of warps at once (chapter 22).
+"""A Hopper kernel's jobs over time: one program, two of them, or three groups of warps at once (chapter 22).
 
 This is a model of peak rates, not a measurement: each unit moves, exponentiates or multiplies a chunk's numbers at its
 peak speed. The model leaves out other arithmetic and waits for latencies.
@@ -16,7 +16,7 @@ __all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", 
 #: the work of one multiprocessor of an H200 per clock, in bytes of memory and of shared memory, exponentials and FLOPs
 RATES = {"memory": 16, "shared": 128, "exponentials": 16, "products": 4096}
 JOBS = ("load", "transform", "multiply", "store")
-WAYS = ("one program, in turn", "two programs, in turn", "three jobs, two stages", "three jobs, one stage")
+WAYS = ("one program", "two programs", "three jobs, two stages", "three jobs, one stage")
 CHUNKS = 5
 
 
@@ -129,13 +129,13 @@ def _frames(way: str) -> list[Frame]:
 
 
 def three_jobs() -> Explorable:
-    """A chunk's jobs on one multiprocessor, in turn or side by side."""
+    """A chunk's jobs on one multiprocessor, one after the other or side by side."""
     frames = [_frames(way) for way in WAYS]
     most = max(map(len, frames))
     return Explorable(
         title="Five chunks on one multiprocessor",
-        notice="A model of peak rates. The numbers are chunks. In turn, every unit waits for the other two. With three "
-        "jobs and room for two chunks the memory never pauses, and the work of the other units hides behind it.",
+        notice="A model of peak rates. The numbers are chunks. In one program every unit waits for the other two. With "
+        "three jobs and room for two chunks the memory never pauses, and the work of the other units hides behind it.",
         alt="Three rows over time, for memory, scaling and products, with numbered bars for the chunks. Bars to the "
         "right of the line that marks the present are pale.",
         controls=(Choice("Way", WAYS), Slider("Clocks", [f"{MOMENT * n:,}" for n in range(most)])),
@@ -154,7 +154,7 @@ def three_jobs() -> Explorable:
             "Three groups of warps work at once, with room for two chunks. What decides how long a chunk takes?",
             "the busiest unit",
             {
-                "all jobs together": "That holds for one program in turn. Here three chunks are under way at once.",
+                "all jobs together": "That holds for one program. Here three chunks are under way at once.",
                 "the busiest unit": "Loads and stores share the memory. It never pauses, and the other units do.",
                 "the products": "Products take less time than loads, and hide behind them.",
             },

@@ -12,9 +12,7 @@ from ._svg import part, played, rect, ticks, tracks
 __all__ = ["NAMES", "barrier", "spans", "waits_timeline"]
 
 #: the schedules' names in the records and in the figure
-NAMES = {"fused": "fused", "in turn": "in turn", "ahead": "two kernels: the walk"}
-#: barriers with other names in the records than in the chapter and its page
-BARRIERS = {"done": "empty"}
+NAMES = {"fused": "fused", "in turn": "sequential", "ahead": "two kernels: the walk"}
 MOMENTS = 12  # pictures from the beginning to the end
 LEFT, TOP, WIDE, ROW, TALL = 4, 26, 390, 44, 20
 
@@ -34,8 +32,7 @@ def spans(role: dict) -> list[tuple[str, int, float, float]]:
 
 def barrier(site: str) -> str:
     """A barrier's name in the chapter, without the chunk that a record adds ("done of c - 1")."""
-    name = site.split(" of ")[0]
-    return BARRIERS.get(name, name)
+    return site.split(" of ")[0]
 
 
 def _bars(record: dict, end: float) -> str:
