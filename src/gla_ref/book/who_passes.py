@@ -151,7 +151,7 @@ def _line(message: str) -> str:
     """The line of an error message that says what was wrong, without the place where it was raised."""
     lines = re.sub(r"^where [^:]*: ", "", message).strip().splitlines() or [""]
     line = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
-    return re.sub(r" \([^()]*, line \d+ of [^()]*\)$|: at [\d:]+", "", line)[:160]
+    return re.sub(r": at [\d:]+", ":", re.sub(r" \([^()]*, line \d+[^()]*\)$", "", line))[:160]
 
 
 def refusals(rows: list[Row]) -> str:
