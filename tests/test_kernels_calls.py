@@ -1,6 +1,7 @@
 """Between a call and the GPU: signatures, plans and programs; interpreted here, for real on a GPU."""
 
 import contextlib
+import functools
 import gc
 import threading
 import time
@@ -147,6 +148,27 @@ def test_launchers_are_loaded_one_at_a_time(monkeypatch):
     monkeypatch.setattr(program, "compile_launch", lambda launch: Kernel())
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     assert len({*program.compiled(list(range(8)), None, list)}) == 8
+
+
+def test_a_kernel_that_does_not_fit_says_so_in_every_call():
+    class Kernel:  # as Triton's, whose `run` raises once
+        def __init__(self):
+            self.launcher = None
+
+        @property
+        def run(self):
+            if self.launcher is None:
+                self.launcher = functools.partial(self.refuse, "out of resource: shared memory")
+                self.refuse("out of resource: shared memory")
+            return self.launcher
+
+        def refuse(self, message):
+            raise MemoryError(message)
+
+    kernel = Kernel()
+    for _ in range(3):
+        with pytest.raises(MemoryError, match="shared memory"):
+            program.loaded(kernel)
 
 
 def test_a_second_derivative_is_refused():

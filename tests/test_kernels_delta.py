@@ -6,7 +6,7 @@ import itertools
 import harness
 import pytest
 import torch
-from cases import CORRELATIONS, F64, LADDER, STRENGTHS, alike, thin
+from cases import CORRELATIONS, F64, LADDER, STRENGTHS, alike, in_process, thin
 from delta_problems import EVERY, GATED, KEYS, MILD, RULES, problem
 from harness import CUDA, DTYPES, F16, F32, HERE, RUNS, allowed, anywhere, compare, interpreted, results, tokens
 
@@ -20,6 +20,7 @@ from triton import language as tl
 from gla_ref.kernels import delta as kernels
 from gla_ref.kernels.delta import delta_rule, gated_delta_rule
 from gla_ref.kernels.kda import kda
+from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.portable.delta_forward import choose_length, inverse
 from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step, kda_step
 
@@ -198,6 +199,23 @@ def test_choice_of_segments():
     assert choose(1, 63) is None  # too short to cut
     assert choose(1, 64) == 16
     assert choose(32, 512, packed=16) == 16
+
+
+WALK = """
+import sys, tempfile
+sys.path[:0] = ["tools", "src"]
+import compile_kernels as tool
+launch = next(x for x in tool.launches(90, "kda wide") if x.name == "walk")
+with tempfile.TemporaryDirectory() as cache:
+    tool.begin(cache)
+    print(tool.compiled(launch, 90)["shared"])
+"""
+
+
+@interpreted
+def test_the_widest_walk_fits_a_multiprocessor():
+    """`make compile` checks all launches; this one holds more tiles of keys than those of the delta rules."""
+    assert 0 < int(in_process("-c", WALK)) <= CLASSES["sm_90"].shared_memory
 
 
 # token by token

@@ -10,6 +10,8 @@ from cases import LADDER, thin
 from delta_problems import CUT, KEYS, LENGTHS, MILD, PACK, problem
 from harness import BF16, CUDA, F16, F32, HERE, compare, results, tokens
 from played_gluon import gluon, on_hopper, played_here
+from test_kernels_hopper_delta import call as call_of_delta_rule
+from test_kernels_hopper_delta import meta
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -22,34 +24,29 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dS0")
 
 # the plan
 
-PLAN = partial(plan, "kda", hardware="sm_90")
-ON_HOPPER = partial(PLAN, kernel="hopper")
+ON_HOPPER = partial(plan, "kda", hardware="sm_90")
 
 
-def call(B=2, T=300, H=2, HV=4, K=128, V=128, dtype=BF16, gates=F32):
+def call(**sizes):
     """q, k, v, g and beta without memory."""
-    q, v, g = (
-        torch.empty(B, T, heads, D, dtype=x, device="meta")
-        for heads, D, x in ((H, K, dtype), (HV, V, dtype), (HV, K, gates))
-    )
-    return q, q, v, g, g[..., 0]
+    q, k, v, _, beta = call_of_delta_rule(**sizes)
+    return q, k, v, meta(*v.shape[:3], q.shape[3], dtype=F32), beta
 
 
 @gluon
-def test_the_plan_takes_them_where_they_are_asked_for():
+def test_the_plan_takes_them_unless_the_others_are_asked_for():
     found = ON_HOPPER(*call())
+    assert found == ON_HOPPER(*call(), kernel="hopper")
     assert found.name == "hopper" and [x.name for x in found.launches] == ["prepare", "mend", "walk"]
     assert [x.grid for x in found.launches] == [(2 * 4 * 5,), (2 * 4 * 5,), (2 * 4 * 2,)]
-    assert PLAN(*call()).name == PLAN(*call(), direction="backward").name == "portable"
-    assert (
-        PLAN(*call(), kernel="portable").why[0]
-        == "the portable kernel: kernel='hopper' asks for the Hopper kernels of KDA"
-    )
+    for direction in ("forward", "backward"):
+        portable = ON_HOPPER(*call(), kernel="portable", direction=direction)
+        assert portable.name == "portable" and portable.why[0] == "the portable kernel: it was asked for"
     names = ["prepare", "mend", "walks", "gradients", "mend_gradients"]
     assert [x.name for x in ON_HOPPER(*call(), direction="backward").launches] == names
     for options in ({"path": "segmented"}, {"scale": 1e-9}):
         assert ON_HOPPER(*call(), direction="backward", **options).name == "portable"
-    assert "Hopper kernels, in Gluon" in explain("kda", *call(), hardware="sm_90", kernel="hopper")
+    assert "Hopper kernels, in Gluon" in explain("kda", *call(), hardware="sm_90")
     names = [x.name for x in ON_HOPPER(*call(), path="segmented").launches]
     assert names == ["prepare", "mend", "walk", "carry", "walk"]
 
@@ -75,6 +72,7 @@ REFUSED = {
 def test_what_they_do_not_take_is_named(message):
     with pytest.raises(ValueError, match=f"^kernel: .*{message}"):
         ON_HOPPER(*call(**REFUSED[message]), kernel="hopper")
+    assert ON_HOPPER(*call(**REFUSED[message])).name == "portable"
 
 
 @gluon

@@ -17,7 +17,8 @@ barriers' bytes are their own (barriers.py). In the assembler's code no uniform 
 
 A launch's fingerprint is a hash of the version of Triton, of what its plan fixes, and of the source of its kernel with
 all that it calls. `--changed` compiles the launches that benchmarks/results/compiled-launches.json does not have, at
-most LIMIT of them, those of Gluon kernels first. Only `--record` writes that file: every launch that compiled right.
+most LIMIT of them, those of Gluon kernels first, then those of the widest heads. Only `--record` writes that file:
+every launch that compiled right.
 """
 
 import argparse
@@ -240,14 +241,15 @@ def fingerprint(launch: Launch, arch: int) -> str:
 
 def changed(arch: int, names: list[str], known: set[str]) -> tuple[dict[str, list[str]], int]:
     """Fingerprints to compile by case, each in the first case that has it, and how many are left out."""
-    cases: dict[str, tuple[bool, str]] = {}
+    cases: dict[str, tuple[bool, int, str]] = {}
     for name in names:
         with contextlib.suppress(ValueError):  # a case that the plan refuses
             for launch in launches(arch, name):
                 if (mark := fingerprint(launch, arch)) not in known:
-                    cases.setdefault(mark, (not launch.kernel.is_gluon(), name))
-    chosen = sorted(cases, key=lambda mark: (cases[mark][0], mark))[:LIMIT]
-    return {name: [mark for mark in chosen if cases[mark][1] == name] for name in names}, len(cases) - len(chosen)
+                    case = (CASES | WIDE)[name]
+                    cases.setdefault(mark, (not launch.kernel.is_gluon(), -case.K * case.V, name))
+    chosen = sorted(cases, key=lambda mark: (*cases[mark][:2], mark))[:LIMIT]
+    return {name: [mark for mark in chosen if cases[mark][2] == name] for name in names}, len(cases) - len(chosen)
 
 
 def has_gluon(arch: int, name: str) -> bool:

@@ -92,7 +92,7 @@ def plan_delta_page(hardware: Hardware, q, k, v, g, beta) -> Plan:
     o, S, strong = draft.like("o", v), draft.new("S", B, HV, K, V), draft.new("strong", B * HV, dtype=torch.int32)
     boxes = box(q, C, K), box(k, C, K), box(v, C, V), g, beta, box(o, C, V)
     for exact in (0, 1):
-        rest = S, strong, T, HV, HV // H, K**-0.5
+        rest = S, strong, T, HV, HV // H, K**-0.5, 0
         draft.launch(page.walk, B * HV, *boxes, *rest, EXACT=exact, num_warps=8, maxnreg=128)
     return draft.plan("page", o, S)
 
@@ -241,6 +241,7 @@ WIDE = {
     "kda hopper 64/128": Case("kda", 64, 128, "bfloat16", "float32", kernel="hopper", packed=True),
     "kda hopper 128/64": Case("kda", 128, 64, "bfloat16", "float16", kernel="hopper"),
     "kda wide": Case("kda", 256, 512, "bfloat16", "float32", kernel="portable"),
+    "kda wide float16": Case("kda", 256, 256, "float16", kernel="portable", packed=True),
     "kda packed": Case("kda", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented", shared=True),
     "gla float32 g_v": Case("gla", 64, 128, "float32", two_sided=True),
     "border wide": Case("gla", 256, 512, "bfloat16", planned=borders),

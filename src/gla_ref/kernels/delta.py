@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import _contract as contract
 from . import hopper
 from .launch.checks import check_call
 from .launch.hardware import Hardware
-from .launch.operator import differentiable, with_state
+from .launch.operator import attend, differentiable, with_state
 from .launch.plan import Plan, cdiv
 from .launch.program import Planned
 from .portable import delta_forward, delta_gradient
@@ -89,10 +88,7 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     if not reason:
         from .hopper import delta_backward  # not where Gluon is missing
 
-        return delta_backward.plan_backward(
-            hardware, q=call.q, k=call.k, v=call.v, g=call.g, beta=call.beta, S=call.initial_state, cu=call.cu_seqlens,
-            do=call.do, dS=call.dS, scale=call.scale, path=call.path, need_dg=call.need_dg,
-        )  # fmt: skip
+        return delta_backward.plan_backward(hardware, call)
     plan = delta_gradient.plan_backward(hardware, call)
     return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
@@ -147,7 +143,7 @@ def gated_delta_rule(
     )  # fmt: skip
     if g is None:  # checked here, since `check` would take the call for one of the delta rule
         check_call(call, mechanism="gated_delta_rule")
-    return attend(call)
+    return attend(_forward, call)
 
 
 def delta_rule(
@@ -167,12 +163,4 @@ def delta_rule(
         q=q, k=k, v=v, g=None, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
         kernel=kernel,
     )  # fmt: skip
-    return attend(call)
-
-
-def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """(o, final state) of a call."""
-    if call.scale is not None:
-        call = call._replace(scale=contract.check_scale(call.scale, 1))
-    o, S, *_ = _forward(call)
-    return o, S
+    return attend(_forward, call)

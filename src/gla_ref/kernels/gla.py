@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .. import _contract as contract
 from . import hopper
 from .launch.checks import check_call
 from .launch.hardware import Hardware
-from .launch.operator import differentiable, with_state
+from .launch.operator import attend, differentiable, with_state
 from .launch.plan import Plan
 from .launch.program import Planned
 from .portable import gla_forward, gla_gradient, gla_two_sided
@@ -118,10 +117,8 @@ def gla(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    scale = scale if scale is None else contract.check_scale(scale, 1)
     call = Call(
         q=q, k=k, v=v, g=g, g_v=g_v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
         kernel=kernel,
     )  # fmt: skip
-    o, S, *_ = _forward(call)
-    return o, S
+    return attend(_forward, call)

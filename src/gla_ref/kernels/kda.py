@@ -3,47 +3,30 @@
 A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
 the kernels of its plan (launch/plan.py has the picture). These are in portable/kda_forward.py and
 portable/kda_gradient.py, and walk as the delta rules do (delta.py). Hopper has kernels of its own,
-hopper/kda_forward.py and hopper/kda_gradients.py, for calls that ask for them.
+hopper/kda_forward.py and hopper/kda_gradients.py. The plan takes them wherever they run.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
-
 from torch import Tensor
 
-from .. import _contract as contract
-from . import hopper
-from .launch.checks import check_call
+from . import delta, gla, hopper
 from .launch.hardware import Hardware
-from .launch.operator import differentiable, with_state
+from .launch.operator import attend, differentiable, with_state
 from .launch.plan import Plan
 from .launch.program import Planned
 from .portable import kda_forward, kda_gradient
 
 __all__ = ["kda"]
 
-PATHS, KERNELS = ("fused", "segmented"), ("portable", "hopper")
+PATHS, check = gla.PATHS, gla.check  # the options are those of GLA
 
 
-class Call(NamedTuple):
-    """A call of :func:`kda`; in a plan, with a Spec for each tensor."""
+class Call(delta.Call):
+    """A call of :func:`kda`: one of the delta rules with gates of channels; in a plan, with a Spec for each tensor."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    scale: float | None
-    path: str | None = None
-    kernel: str | None = None
+    __slots__ = ()
     mechanism = "kda"  # of every call
-
-
-check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS, "kernel": KERNELS})
 
 
 def plan_forward(hardware: Hardware, call: Call) -> Plan:
@@ -92,31 +75,16 @@ def kda(
 ) -> tuple[Tensor, Tensor]:
     """Kimi Delta Attention, differentiable; right for every gate in [-inf, 0].
 
+    Arguments, results and errors are those of :func:`gla_ref.kernels.delta.gated_delta_rule`, except:
+
     Args:
-        q: queries `[B, T, H, K]`, T >= 1, K <= 256; float32, float16 or bfloat16, any strides.
-        k: keys `[B, T, H, K]`, of length at most 1 if the state is to stay bounded; the kernels do not normalise them.
-        v: values `[B, T, HV, V]`, V <= 512, HV a multiple of H: value head h reads key head h // (HV / H).
         g: natural log gates `[B, T, HV, K]`, in any of the three dtypes.
-        beta: write strengths `[B, T, HV]` in [0, 2], in any of the three dtypes.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: `[N_seq, HV, K, V]`, zeros when None.
-        cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
-            Their values, and those of g and beta, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
-        path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose, which
-            :func:`gla_ref.kernels.explain` prints with the reason.
         kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens in bfloat16, one GPU class);
-            None takes the portable ones. Hopper's gradients walk over each sequence in one go.
-
-    Returns:
-        o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
+            None takes Hopper's where they run. Its gradients walk over each sequence in one go: with
+            path="segmented" they are portable.
     """
-    scale = scale if scale is None else contract.check_scale(scale, 1)
     call = Call(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
         kernel=kernel,
     )  # fmt: skip
-    o, S, *_ = _forward(call)
-    return o, S
+    return attend(_forward, call)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import _contract as contract
 from .launch.checks import check_call
-from .launch.operator import differentiable, with_state
+from .launch.operator import attend, differentiable, with_state
 from .launch.program import Planned
 from .portable.linear import plan_backward, plan_forward, unwindable
 from .portable.segments import choose_path
@@ -52,16 +52,6 @@ KEPT = {  # the final state of narrow heads without gates; the gates' sums, not 
 backward = differentiable(_forward, plan_backward, KEPT, optional="g")
 
 
-def attend(q, k, v, g, scale, initial_state, cu_seqlens, path) -> tuple[Tensor, Tensor]:
-    """(o, final state)."""
-    scale = scale if scale is None else contract.check_scale(scale, 1)
-    call = Call(
-        q=q, k=k, v=v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
-    )  # fmt: skip
-    o, S, *_ = _forward(call)
-    return o, S
-
-
 def simple_gla(
     q: Tensor,
     k: Tensor,
@@ -92,9 +82,12 @@ def simple_gla(
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    if g is None:  # `attend` would compute linear attention
-        check_call(Call(q, k, v, g, initial_state, cu_seqlens, scale, path), mechanism="simple_gla")
-    return attend(q, k, v, g, scale, initial_state, cu_seqlens, path)
+    call = Call(
+        q=q, k=k, v=v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path
+    )  # fmt: skip
+    if g is None:  # checked here, since `check` would take the call for one of linear attention
+        check_call(call, mechanism="simple_gla")
+    return attend(_forward, call)
 
 
 def linear_attention(
@@ -121,7 +114,8 @@ def linear_attention(
             q, k = feature_map(q), feature_map(k)
 
     def of_values(v, S):
-        return attend(q, k, v, None, scale, S, cu_seqlens, path)
+        call = Call(q=q, k=k, v=v, g=None, initial_state=S, cu_seqlens=cu_seqlens, scale=scale, path=path)
+        return attend(_forward, call)
 
     if not normalize:
         return of_values(v, initial_state)

@@ -112,10 +112,8 @@ def blocks(tile):
 
 
 @gluon.jit
-def spread(N, scratch, wide: gl.constexpr):
+def spread(N, scratch, i, j):
     t_E, t_N, t_L, t_X = scratch
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, wide))[:, None]
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, wide))[None, :]
     # blocks on the diagonal: all others of their rows are zeroed, so sums pick them
     E = gl.sum(gl.where((i // 8 == j // 8) & (i > j), N, 0.0).reshape([8, 8, 8, 8]), 2)  # [8, 8, 8]
     t_E.store(E)
@@ -127,11 +125,11 @@ def spread(N, scratch, wide: gl.constexpr):
 
 
 @gluon.jit
-def eliminate(scratch):
+def eliminate(scratch, never):
     t_E, t_N, t_L, t_X = scratch
     eight: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [2, 2, 1], [2, 1, 0])
-    b = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, eight)))[:, None, None]
-    i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, eight)))[None, :, None]
+    b = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, eight)))[:, None, None] + never
+    i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, eight)))[None, :, None] + never
     j = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, eight)))[None, None, :]
     X = gl.where(i == j, 1.0, gl.zeros([8, 8, 8], gl.float32, eight))
     for n in gl.static_range(7):  # x (I - N) = e_i, from the last column to the first: column 7 - n is done
@@ -200,31 +198,30 @@ def largest(N):
 
 
 @gluon.jit
-def solver(tiles, bars, scratch, strong, T, EXACT: gl.constexpr):
+def solver(tiles, bars, scratch, strong, T, zero, EXACT: gl.constexpr):
     t_q, t_k, t_v, t_Y, t_P, t_rows = tiles
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # 16 rows per warp, by WGMMA
     of_row: gl.constexpr = gl.SliceLayout(1, wide)
     of_column: gl.constexpr = gl.SliceLayout(0, wide)
     i, j = gl.arange(0, C, layout=of_row)[:, None], gl.arange(0, C, layout=of_column)[None, :]
     none = gl.zeros([C, C], gl.float32, wide)
-    most, n = largest(none), gl.cdiv(T, C)
-    for c in range(n):
+    most = largest(none)
+    for c in range(gl.cdiv(T, C)):
         s, parity = c % STAGES, (c // STAGES) & 1
         b_q, b_k = t_q.index(s).reshape([C, K]), t_k.index(s).reshape([C, K])
         mbarrier.wait(bars.index(5 * s + KEYS), parity)
         # is_async: threads go on while it runs; wait(n, [x]): until x is there and at most n products run
         N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(bars.index(5 * s + GATED), parity)
-        b = t_rows.index(4 * s + SUM)
-        never = ((c - n) >> 31) + 1  # 0, but Triton does not know: else it keeps 32 masks in registers
+        b, never = t_rows.index(4 * s + SUM), c & zero  # 0, or Triton would keep its masks in registers
         D = gl.where(i + never >= j, gl.exp2(b.load(of_row)[:, None] - b.load(of_column)[None, :]), 0.0)
         beta = t_rows.index(4 * s + BETA)
         N = -warpgroup_mma_wait(0, [N]) * D * beta.load(of_row)[:, None]  # (1), and N_ii
         most = gl.maximum(most, largest(N))
-        spread(N, scratch, wide)
+        spread(N, scratch, i, j)
         mbarrier.wait(bars.index(5 * s + READY), parity)
         P = warpgroup_mma(b_q, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
-        eliminate(scratch)
+        eliminate(scratch, never)
         t_P.index(s).store((warpgroup_mma_wait(0, [P]) * D).to(b_q.dtype))  # (1)
         Y = inverse(scratch, wide)  # (1)
         t_Y.index(s).store((Y * beta.load(of_column)[None, :]).to(b_q.dtype))
@@ -279,8 +276,8 @@ def walker(o, S_last, tiles, bars, t_o, i_b, i_h, T, scale):
     gl.store(S_last + gl.program_id(0).to(gl.int64) * K * V + o_k[None, :] * V + o_v[:, None], S)
 
 
-@gluon.jit(do_not_specialize=("T", "HV", "G"))
-def walk(q, k, v, g, beta, o, S_last, strong, T, HV, G, scale, EXACT: gl.constexpr):
+@gluon.jit(do_not_specialize=("T", "HV", "G", "zero"))
+def walk(q, k, v, g, beta, o, S_last, strong, T, HV, G, scale, zero, EXACT: gl.constexpr):
     strong += gl.program_id(0)
     if EXACT:
         if gl.load(strong) == 0:
@@ -313,7 +310,7 @@ def walk(q, k, v, g, beta, o, S_last, strong, T, HV, G, scale, EXACT: gl.constex
     gl.warp_specialize(
         [
             (walker, (o, S_last, tiles, bars, t_o, i_b, i_h, T, scale)),
-            (solver, (tiles, bars, scratch, strong, T, EXACT)),
+            (solver, (tiles, bars, scratch, strong, T, zero, EXACT)),
             (loader, (q, k, v, g, beta, tiles, bars, i_b, i_h, i_h // G, HV, T)),
         ],
         [4, 1],
@@ -364,7 +361,7 @@ def gated_delta_rule(q, k, v, g, beta, scale=None):
         check(name, x, (B, T, HV), (torch.bfloat16, torch.float32))
     o, S = torch.empty_like(v), v.new_empty(B, HV, D, D, dtype=torch.float32)
     strong, scale = v.new_empty(B * HV, dtype=torch.int32), D**-0.5 if scale is None else scale
-    args = boxes(q), boxes(k), boxes(v), g, beta, boxes(o), S, strong, T, HV, HV // H, scale
+    args = boxes(q), boxes(k), boxes(v), g, beta, boxes(o), S, strong, T, HV, HV // H, scale, 0
     for exact in (0, 1):
         walk[(B * HV,)](*args, EXACT=exact, num_warps=8, maxnreg=128)
     return o, S

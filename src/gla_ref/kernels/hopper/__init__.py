@@ -98,12 +98,7 @@ def refusal_of_delta(hardware: Hardware, call) -> str | None:
 
 
 def refusal_of_kda(hardware: Hardware, call) -> str | None:
-    """Why the Hopper kernels of KDA do not take a call; None if they do.
-
-    They are for those who ask: they have run right on an H200, but not all of their tests beside other processes.
-    """
-    if call.kernel != "hopper":
-        return "kernel='hopper' asks for the Hopper kernels of KDA"
+    """Why the Hopper kernels of KDA do not take a call; None if they do."""
     if reason := refusal_of_delta(hardware, call):
         return reason
     if call.q.dtype != torch.bfloat16:

@@ -37,6 +37,7 @@ delta_fused.py's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -48,8 +49,8 @@ from ..launch.plan import Plan, Spec, cdiv
 from ..portable.delta_forward import carry_states
 from ..portable.segments import slots
 from . import delta_chunk
-from .delta_chunk import VARIABLE, load_state, read, state_columns, store_o, write
-from .delta_solve import C, launch_solve, load_decays, load_divisors
+from .delta_chunk import VARIABLE, C, Shared, load_state, read, state_columns, store_o, write
+from .delta_solve import launch_solve, load_decays, load_divisors
 from .gluon_names import named
 from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows, which_segment
@@ -264,17 +265,23 @@ def duration(hardware: Hardware, how: Setup, K: int, V: int, heads: int, chunks:
     return walk(V + K, K + BV + C.value, 0) + segments * CARRY + LAUNCHES + last
 
 
-def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: str | None) -> tuple[Setup, int]:
-    """The tiles, and the chunks of a segment, that take the least time by `duration`; all chunks mean: in one go.
+def lengths_of_segments(hardware: Hardware, chunks: int, path: str | None) -> list[int]:
+    """The chunks of a segment among which the least time decides; all chunks mean: in one go.
 
-    heads: of all sequences. chunks: of each sequence; of the mean sequence if sequences are packed. `path` may ask for
-    one go or for segments; a short sequence then has three.
+    `path` may ask for one go or for segments; a short sequence then has three.
     """
-    lengths = [cdiv(chunks, n) for n in range(1, min(chunks // LEAST, hardware.multiprocessors) + 1)] or [chunks]
     if path == "fused":
-        lengths = [chunks]
-    elif path == "segmented":
-        lengths = lengths[1:] or [cdiv(chunks, 3)]
+        return [chunks]
+    lengths = [cdiv(chunks, n) for n in range(1, min(chunks // LEAST, hardware.multiprocessors) + 1)] or [chunks]
+    return lengths[1:] or [cdiv(chunks, 3)] if path == "segmented" else lengths
+
+
+def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: str | None) -> tuple[Setup, int]:
+    """The tiles, and the chunks of a segment, that take the least time by `duration`.
+
+    heads: of all sequences. chunks: of each sequence; of the mean sequence if sequences are packed.
+    """
+    lengths = lengths_of_segments(hardware, chunks, path)
     ways = [(how, length) for length in lengths for how in ((NARROW, WIDE) if V == 128 else (WIDE,))]
     return min(ways, key=lambda way: duration(hardware, way[0], K, V, heads, chunks, way[1]))
 
@@ -286,20 +293,28 @@ def whole_duration(hardware: Hardware, K: int, V: int, heads: int, chunks: int, 
     return solve + duration(hardware, how, K, V, heads, chunks, length)
 
 
+def launch_walks(shared: Shared, launch_walk: Callable, L: int, o: Spec, S_T: Spec) -> None:
+    """Walk over segments of L tokens, first for their maps, or over each sequence in one go if L is more than T.
+
+    `launch_walk(L, W, S_in, S_out, o)` walks over segments whose states have W columns; without o, it makes maps.
+    """
+    draft, T, cu, K, V = shared.draft, shared.T, shared.cu, shared.K, shared.V
+    if L > T:
+        return launch_walk(L, V, shared.S_in, S_T, o)
+    part = draft.new("part", slots(shared.B, T, cu, L), shared.H, K, V + K)
+    launch_walk(L, V + K, None, part, None)
+    carry_states(draft, part, shared.S_in, S_T, cu, T, L, reverse=False)
+    launch_walk(L, V + K, part, None, o)
+
+
 def plan_forward(hardware: Hardware, call) -> Plan:
     """(o, final state)."""
     shared, q, k, v, g, beta = delta_chunk.begin(hardware, call), call.q, call.k, call.v, call.g, call.beta
-    path = call.path
     draft, K, V, H, N, T = shared.draft, shared.K, shared.V, shared.H, shared.N, shared.T
-    chunks = cdiv(T, C.value)
-    each = cdiv(chunks, N) if shared.cu else chunks
-    how, length = choose(hardware, K, V, H * N, each, path)
-    cut = path == "segmented" or length < each
-    L = C.value * length if cut else T + 1
-    BV = how.columns
+    how, length = choose(hardware, K, V, H * N, shared.chunks, call.path)
+    BV, n = how.columns, shared.slots
     draft.because(f"T of all chunks first, then a program for each {BV} columns of V: Hopper kernels, in Gluon")
-    who = "it was asked for" if path else f"{V // BV * H * N} programs for {hardware}"
-    n = H * slots(shared.B, T, shared.cu, C.value)
+    L = shared.segment(length, call.path, V // BV * H * N)
     squares = (draft.new(name, n, C.value, 1, C.value, dtype=q.dtype) for name in "TP")
     d_T, d_P = (box(x, C.value, C.value) for x in squares)
     decays = draft.new("decays", n, ROWS.value, C.value)
@@ -320,12 +335,5 @@ def plan_forward(hardware: Hardware, call) -> Plan:
             maxnreg=how.registers,
         )
 
-    draft.because(f"each sequence in {f'segments of {length} of its {chunks} chunks' if cut else 'one go'}: {who}")
-    if L <= T:
-        part = draft.new("part", slots(shared.B, T, shared.cu, L), H, K, V + K)
-        launch_walk(L, V + K, None, part, None)
-        carry_states(draft, part, shared.S_in, S_T, shared.cu, T, L, reverse=False)
-        launch_walk(L, V + K, part, None, o)
-    else:
-        launch_walk(L, V, shared.S_in, S_T, o)
+    launch_walks(shared, launch_walk, L, o, S_T)
     return draft.plan("hopper_ahead", o, S_T)

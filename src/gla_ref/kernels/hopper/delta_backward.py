@@ -28,14 +28,12 @@ from __future__ import annotations
 
 import torch
 
-from ... import _contract as contract
 from ..launch.hardware import Hardware
-from ..launch.plan import Draft, Plan, cdiv
+from ..launch.plan import Plan
 from ..portable import delta_gradient
 from ..portable.delta_forward import BETA, COARSE, FINE, SINCE, UNTIL, DeltaCall
 from ..portable.delta_forward import ROWS as FACTORS
-from ..portable.segments import sequences, slots
-from . import delta_ahead
+from . import delta_ahead, delta_chunk
 from .delta_carry import launch_carry
 from .delta_gradients import Local, make_gradients
 from .delta_solve import C, launch_solve
@@ -51,22 +49,14 @@ KEPT = {  # rows of `factors` (delta_solve.py)
 }
 
 
-def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, path, need_dg) -> Plan:
+def plan_backward(hardware: Hardware, call) -> Plan:
     """(dq, dk, dv, dg, dbeta, dS0); None for what is not given or, of dg, not needed."""
-    draft = Draft(hardware, q, k, v, g, beta, S, cu, do, dS)
-    (B, T, heads, K), (H, V) = q.shape, v.shape[2:]
-    G, cu, N = H // heads, draft.contiguous(cu, torch.int32), sequences(B, cu)
-    do, scale = draft.gradient_of_o(v, do, contract.check_scale(scale, K))
-    chunks, n = cdiv(T, C.value), slots(B, T, cu, C.value)
-    each = cdiv(chunks, N) if cu else chunks
-    _, length = delta_ahead.choose(hardware, K, V, H * N, each, path)
-    cut = path == "segmented" or length < each
-    L = C.value * length if cut else T + 1
+    shared, q, k, v, g, beta = delta_chunk.begin(hardware, call), call.q, call.k, call.v, call.g, call.beta
+    draft, K, V, H, N, T, S_in = shared.draft, shared.K, shared.V, shared.H, shared.N, shared.T, shared.S_in
+    do, scale = draft.gradient_of_o(v, call.do, shared.scale)
+    _, length = delta_ahead.choose(hardware, K, V, H * N, shared.chunks, call.path)
     draft.because(f"T of all chunks first, then a program for each {BV.value} columns of V: Hopper, in Gluon")
-    who = "it was asked for" if path else f"{2 * V // BV.value * H * N} programs for {hardware}"
-    # a sequence of less than one segment is walked in one go
-    parts = f"segments of {length} of its {chunks} chunks" if L <= T else "one go"
-    draft.because(f"each sequence in {parts}: {who}")
+    L, n = shared.segment(length, call.path, 2 * V // BV.value * H * N), shared.slots // H
     small = q.dtype == torch.bfloat16 and SCALES[0] <= abs(scale) <= SCALES[1]
     if not small:
         why = f"tokens are {q.dtype}" if q.dtype != torch.bfloat16 else f"scale is {scale}"
@@ -74,32 +64,32 @@ def plan_backward(hardware: Hardware, q, k, v, g, beta, S, cu, do, dS, scale, pa
 
     Y, P = (draft.new(name, n * H, C.value, 1, C.value, dtype=q.dtype) for name in "YP")
     factors = draft.new("factors", n, H, FACTORS + (q.dtype == torch.float16), C.value)
-    call = DeltaCall(
-        draft=draft, cu=cu, B=B, T=T, H=H, K=K, V=V, G=G, N=N, scale=scale, gated=g is not None,
+    solved = DeltaCall(
+        draft=draft, cu=shared.cu, B=shared.B, T=T, H=H, K=K, V=V, G=shared.G, N=N, scale=scale, gated=g is not None,
         kept=q.dtype if small else torch.float32, C=C.value, L=L, BK=K, BV=BV.value, chunks=n, warps=4, stages=1,
         P=P, Y=Y, factors=factors,
     )
     d_q, d_k, d_v, d_do = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV.value), (do, BV.value)))
     d_Y, d_P = (box(x, C.value, C.value) for x in (Y, P))
-    launch_solve(call, d_q, d_k, g, beta, d_Y, d_P, factors, OF_SOLVE, LEAST if small else 0.0, **KEPT)
+    launch_solve(solved, d_q, d_k, g, beta, d_Y, d_P, factors, OF_SOLVE, LEAST if small else 0.0, **KEPT)
 
     tokens = d_q, d_k, d_v, d_do, d_Y, d_P
-    S_in, R_in = draft.contiguous(S, torch.float32), delta_gradient.gradient_of_state(draft, dS, scale)
-    R_0 = draft.new("R_0", N, H, K, V) if S else None
+    R_in = delta_gradient.gradient_of_state(draft, call.dS, scale)
+    R_0 = draft.new("R_0", N, H, K, V) if S_in else None
     last = R_0
     if L <= T:
-        part, part_back = (draft.new(f"part{x}", call.segments, H, K, W) for x, W in (("", V + K), ("_back", V)))
-        launch_walks(call, tokens, Walk(None, part), Walk(None, part_back))
-        launch_carry(call, part, part_back, S_in, R_in, R_0)
+        part, part_back = (draft.new(f"part{x}", solved.segments, H, K, W) for x, W in (("", V + K), ("_back", V)))
+        launch_walks(solved, tokens, Walk(None, part), Walk(None, part_back))
+        launch_carry(solved, part, part_back, S_in, R_in, R_0)
         S_in, R_in, last = part, part_back, None
     sizes = (V, K) if small else (K, V)
-    states, dstates = (draft.new(name, n, H, *sizes, dtype=call.kept) for name in ("states", "dstates"))
-    writes, rows = (draft.new(name, B, T, H, V, dtype=call.kept) for name in ("writes", "dv" if small else "r"))
-    launch_walks(call, tokens, Walk(S_in, None, states, writes), Walk(R_in, last, dstates, rows))
+    states, dstates = (draft.new(name, n, H, *sizes, dtype=solved.kept) for name in ("states", "dstates"))
+    writes, rows = (draft.new(name, *v.shape, dtype=solved.kept) for name in ("writes", "dv" if small else "r"))
+    launch_walks(solved, tokens, Walk(S_in, None, states, writes), Walk(R_in, last, dstates, rows))
     if small:
-        made = make_gradients(call, Local(q, k, g, do, states, writes, dstates, rows), beta, need_dg)
+        made = make_gradients(solved, Local(q, k, g, do, states, writes, dstates, rows), beta, call.need_dg)
     else:
         local = delta_gradient.Local(q, k, v, g, do, states, writes, dstates, rows)
-        made = delta_gradient.finish(call, local, draft.like("dbeta", beta), need_dg)
+        made = delta_gradient.finish(solved, local, draft.like("dbeta", beta), call.need_dg)
     dS0 = draft.compute("dS0", torch.mul, R_0, scale)
     return draft.plan("hopper", *made, dS0)

@@ -29,12 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ... import _contract as contract
 from ..launch.hardware import Hardware
-from ..launch.plan import Draft, Spec
-from ..portable.segments import sequences
+from ..launch.plan import Draft, Spec, cdiv
+from ..portable.segments import sequences, slots
 from .gluon_names import named
 from .tiles import LOG2E, operand, store_box, store_rows
 
 barrier = named("barrier")
+
+C = gl.constexpr(64)  # tokens of a chunk
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
 VARIABLE = ("N", "T", "L", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh", "zero")
 
@@ -242,9 +244,32 @@ class Shared(NamedTuple):
     N: int  # sequences
     scale: float
 
+    @property
+    def chunks(self) -> int:
+        """The chunks of a sequence; of the mean one if sequences are packed."""
+        chunks = cdiv(self.T, C.value)
+        return cdiv(chunks, self.N) if self.cu else chunks
+
+    @property
+    def slots(self) -> int:
+        """Slots for the chunks of all value heads."""
+        return self.H * slots(self.B, self.T, self.cu, C.value)
+
+    def segment(self, length: int, path: str | None, programs: int) -> int:
+        """Tokens of a segment of so many chunks; more than T to walk over each sequence in one go. The plan says why.
+
+        path: what was asked for. programs: those of a walk in one go.
+        """
+        L = C.value * length if path == "segmented" or length < self.chunks else self.T + 1
+        # a sequence of less than one segment is walked in one go
+        parts = f"segments of {length} of its {cdiv(self.T, C.value)} chunks" if L <= self.T else "one go"
+        who = "it was asked for" if path else f"{programs} programs for {self.draft.hardware}"
+        self.draft.because(f"each sequence in {parts}: {who}")
+        return L
+
 
 def begin(hardware: Hardware, call) -> Shared:
-    """Begin the plan of a call forward."""
+    """Begin the plan of a call, or of its gradients."""
     draft, (B, T, heads, K), (H, V) = Draft(hardware, *call), call.q.shape, call.v.shape[2:]
     scale, cu = contract.check_scale(call.scale, K), draft.contiguous(call.cu_seqlens, torch.int32)
     S_in = draft.contiguous(call.initial_state, torch.float32)

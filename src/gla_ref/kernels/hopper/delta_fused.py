@@ -70,7 +70,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, cdiv
 from . import delta_chunk
-from .delta_chunk import VARIABLE, since_until, strides, summed, which_sequence
+from .delta_chunk import VARIABLE, C, since_until, strides, summed, which_sequence
 from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, largest, spread
 from .delta_walks import state_rows
 from .gluon_names import named
@@ -79,7 +79,6 @@ from .tiles import box, keep_rows
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
-C = gl.constexpr(64)  # tokens of a chunk
 STAGES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
 # rows of a chunk's `gates`: strengths, c, e^b, 2^x e^(b_C - b), scale e^b, 2^-x times strengths, 2^x scale
 BETA, COARSE, SINCE, UNTIL, READ, RIGHT, LEFT = (gl.constexpr(i) for i in range(7))

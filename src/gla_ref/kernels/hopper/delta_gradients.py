@@ -68,11 +68,9 @@ from ..portable.delta_forward import ROWS as FACTORS
 from ..portable.delta_gradient import Made
 from .delta_chunk import barrier, load_tokens, row_column, strides
 from .delta_solve import C
-from .gla_backward import _add as add
-from .gla_backward import _behind as behind
 from .gluon_names import named
 from .ring import invalidate, new_barriers
-from .tiles import box, keep_rows, store_own_rows, which_segment
+from .tiles import add, behind, box, keep_rows, store_own_rows, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 

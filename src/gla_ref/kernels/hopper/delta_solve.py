@@ -36,14 +36,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..launch.plan import Box, Spec
 from ..portable.delta_forward import DeltaCall
-from .delta_chunk import VARIABLE, Shared, barrier, decays, load_tokens, row_column, since_until, strides, summed
+from .delta_chunk import VARIABLE, C, Shared, barrier, decays, load_tokens, row_column, since_until, strides, summed
 from .delta_inverse import allocate_scratch, eliminate, inverse, spread
 from .gluon_names import named
 from .tiles import keep_rows, operand, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
-
-C = gl.constexpr(64)  # tokens of a chunk
 
 
 @gluon.jit(do_not_specialize=VARIABLE)

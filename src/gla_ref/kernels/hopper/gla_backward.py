@@ -96,7 +96,7 @@ from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
 from .gla_forward import Roles, begin
 from .gluon_names import named
-from .tiles import LOG2E, box, keep_rows, scaled, store_box, store_rows
+from .tiles import LOG2E, add, behind, box, keep_rows, scaled, store_box, store_rows
 from .tiles import which_segment as which_segment_of_warps
 
 barrier, reinterpret = named("barrier"), named("reinterpret")
@@ -254,17 +254,6 @@ def transform(
 
 
 @gluon.jit
-def _add(x, y):
-    return x + y
-
-
-@gluon.jit
-def _behind(sum_x, x, sum_y, y):
-    """Of two runs of numbers (sum of all but the last, the last): the same of both."""
-    return sum_x + x + sum_y, y
-
-
-@gluon.jit
 def finish(
     outs, tiles, sides, bars, signs, outputs, i, i_b, i_h, begin, end, n, H, K, scale,
     C: gl.constexpr, BK: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
@@ -282,11 +271,11 @@ def finish(
         mbarrier.wait(bars.has_later, i & 1)
         b_later = sides.later.load(columns)
         # of the rows before, and not of all less this one: what decays strongly is far smaller than the rest
-        total, _ = gl.associative_scan((gl.zeros_like(b_later), b_later), 0, _behind)
+        total, _ = gl.associative_scan((gl.zeros_like(b_later), b_later), 0, behind)
         mbarrier.arrive(bars.free_R, count=1)
     mbarrier.wait(bars.has_net, i & 1)
     if dg is not None:
-        total = total + gl.associative_scan(sides.net.load(columns), 0, _add, reverse=True)
+        total = total + gl.associative_scan(sides.net.load(columns), 0, add, reverse=True)
         total = (total + sides.kept.load(gl.SliceLayout(0, columns))[None, :]) * scale
         b_d = total.to(dg.dtype.element_ty)
         fence_async_shared()  # `net` has been read before the copy engine writes there

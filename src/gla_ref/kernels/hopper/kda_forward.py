@@ -41,11 +41,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Box, Plan, Spec, boxed, cdiv
-from ..portable.delta_forward import carry_states
 from ..portable.segments import slots
-from . import delta_chunk
-from .delta_chunk import barrier
-from .delta_solve import C
+from . import delta_ahead, delta_chunk
+from .delta_chunk import C, barrier
 from .delta_walks import BV, Results, load_state, send_rows, state_rows, which_part
 from .gluon_names import named
 from .kda_prepare import launch_prepare
@@ -60,7 +58,7 @@ VARIABLE = ("N", "T", "L", "HV")
 
 
 class Tiles(NamedTuple):
-    """What the copy engine brings of a chunk, as boxes of tensors or as tiles in shared memory; no q and P for maps."""
+    """What the copy engine moves of a chunk, as boxes of tensors or as tiles in shared memory; no q and P for maps."""
 
     q: object
     k: object
@@ -69,6 +67,7 @@ class Tiles(NamedTuple):
     P: object
     through: object
     state: object = None  # of the walks of kda_walks.py, which keep states
+    rows: object = None  # of o, or of w
 
 
 class Barriers(NamedTuple):
@@ -113,7 +112,7 @@ def keep_state(box, tile, low, i_t, o_v):
 
 @gluon.jit
 def walker(
-    made, tiles, bars, t_o, part, scale, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, PACKED: gl.constexpr
+    made, tiles, bars, part, scale, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, PACKED: gl.constexpr
 ):
     """(1) for a part, from the first state to the last: o, or w and the states before chunks, or a map."""
     READ: gl.constexpr = 1 if made.rows is not None else 0  # products for o, under way after the state's
@@ -148,19 +147,19 @@ def walker(
             S, b_o = warpgroup_mma_wait(0, deps=[S, b_o])
             b_o *= scale
             tma.store_wait(0)  # the last o has been read
-            t_o.reshape([C, BV]).permute((1, 0)).store(b_o.to(dtype))
+            tiles.rows.reshape([C, BV]).permute((1, 0)).store(b_o.to(dtype))
         else:
             if KEPT:
                 tma.store_wait(0)  # the state and the last w have been read
-                t_o.reshape([C, BV]).permute((1, 0)).store(w)
+                tiles.rows.reshape([C, BV]).permute((1, 0)).store(w)
             S = warpgroup_mma_wait(0, deps=[S])
         fence_async_shared()
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
         if READ:
-            send_rows(made, t_o, b_o, o_t, part, V, narrow, PACKED)
+            send_rows(made, tiles.rows, b_o, o_t, part, V, narrow, PACKED)
         if KEPT:
-            copy_out(made.d_rows, [(part.i_c + i) * part.HV + part.i_h, 0, 0, part.o_v], t_o)
+            copy_out(made.d_rows, [(part.i_c + i) * part.HV + part.i_h, 0, 0, part.o_v], tiles.rows)
     tma.store_wait(0)
     if made.last is not None:
         gl.store(state_rows(made.last, part.i_s, part.i_h, part.o_v, part.HV, K, W, wide), S)
@@ -186,17 +185,18 @@ def walk(
         t_q = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], q.layout)
         t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout)
         t_o = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout)
+        tiles = Tiles(t_q, t_k, t_W, t_U, t_P, t_through, None, t_o)
     else:
-        t_q: gl.constexpr = None
-        t_P: gl.constexpr = None
-        t_o: gl.constexpr = None
+        tiles = Tiles(None, t_k, t_W, t_U, None, t_through, None, None)
     bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 
-    tiles, made = Tiles(t_q, t_k, t_W, t_U, t_P, t_through), Results(S_in, S_out, None, o, None, d_o)
-    of_loader = (Tiles(q, k, d_W, d_U, d_P, through), tiles, bars, part)
+    made, boxes = Results(S_in, S_out, None, o, None, d_o), Tiles(q, k, d_W, d_U, d_P, through)
     gl.warp_specialize(
-        [(walker, (made, tiles, bars, t_o, part, scale, K, V, W, cu is not None)), (loader, of_loader)],
+        [
+            (walker, (made, tiles, bars, part, scale, K, V, W, cu is not None)),
+            (loader, (boxes, tiles, bars, part)),
+        ],
         [4],
         [REGISTERS],
     )
@@ -208,7 +208,6 @@ def walk(
 CHUNK = 1.0  # microseconds of a chunk of `walk`, where few programs run
 L2 = 6.5e6  # bytes per microsecond for the programs of all multiprocessors together
 CARRY, LAUNCHES = 8.0, 8.0  # microseconds of `carry` per segment, and of two more launches: estimates
-LEAST = 8  # chunks of a segment
 ROW = gl.NVMMASharedLayout(0, 32, 4)  # of numbers in float32, in their order
 
 
@@ -229,15 +228,8 @@ def duration(hardware: Hardware, K: int, V: int, heads: int, chunks: int, length
 
 
 def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: str | None) -> int:
-    """The chunks of a segment that take the least time by `duration`; all chunks mean: in one go.
-
-    Arguments as of `choose` in delta_ahead.py.
-    """
-    lengths = [cdiv(chunks, n) for n in range(1, min(chunks // LEAST, hardware.multiprocessors) + 1)] or [chunks]
-    if path == "fused":
-        lengths = [chunks]
-    elif path == "segmented":
-        lengths = lengths[1:] or [cdiv(chunks, 3)]
+    """The chunks of a segment that take the least time by `duration`; arguments as of `choose` in delta_ahead.py."""
+    lengths = delta_ahead.lengths_of_segments(hardware, chunks, path)
     return min(lengths, key=lambda length: duration(hardware, K, V, heads, chunks, length))
 
 
@@ -246,7 +238,7 @@ def prepared(
     inverses: Spec | None = None, LEAST: float = 0.0,
 ) -> tuple[Box, ...]:
     """What `prepare` makes of all chunks, as boxes of a walk: q^, k~, W, U, P, e^(b_C). `inverses` get T."""
-    draft, K, V, n = shared.draft, shared.K, shared.V, shared.H * slots(shared.B, shared.T, shared.cu, C.value)
+    draft, K, V, n = shared.draft, shared.K, shared.V, shared.slots
     q_hat, k_til, W = (draft.new(name, n, C.value, 1, K, dtype=q.dtype) for name in ("q_hat", "k_til", "W"))
     U, P = draft.new("U", n, C.value, 1, V, dtype=q.dtype), draft.new("P", n, C.value, 1, C.value, dtype=q.dtype)
     through, strong = draft.new("through", n, 1, 1, K), draft.new("strong", n, dtype=torch.int32)
@@ -262,16 +254,11 @@ def prepared(
 
 def plan_forward(hardware: Hardware, call) -> Plan:
     """(o, final state)."""
-    shared, q, v, path = delta_chunk.begin(hardware, call), call.q, call.v, call.path
+    shared, q, v = delta_chunk.begin(hardware, call), call.q, call.v
     draft, K, V, H, N, T, cu = shared.draft, shared.K, shared.V, shared.H, shared.N, shared.T, shared.cu
-    chunks = cdiv(T, C.value)
-    each = cdiv(chunks, N) if cu else chunks
-    length = choose(hardware, K, V, H * N, each, path)
-    cut = path == "segmented" or length < each
-    L = C.value * length if cut else T + 1
     draft.because(f"all chunks first, then a program for each {BV.value} columns of V: Hopper kernels, in Gluon")
-    who = "it was asked for" if path else f"{V // BV.value * H * N} programs for {hardware}"
-    draft.because(f"each sequence in {f'segments of {length} of its {chunks} chunks' if cut else 'one go'}: {who}")
+    length = choose(hardware, K, V, H * N, shared.chunks, call.path)
+    L = shared.segment(length, call.path, V // BV.value * H * N)
     d_q, d_k, d_W, d_U, d_P, d_through = prepared(shared, q, call.k, v, call.g, call.beta)
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
     d_o = box(o, C.value, BV.value)
@@ -285,11 +272,5 @@ def plan_forward(hardware: Hardware, call) -> Plan:
             K=K, V=V, W=columns, REGISTERS=24, num_warps=4, maxnreg=REGISTERS,
         )
 
-    if cut:
-        part = draft.new("part", slots(shared.B, T, cu, L), H, K, V + K)
-        launch_walk(L, V + K, None, part, None)
-        carry_states(draft, part, shared.S_in, S_T, cu, T, L, reverse=False)
-        launch_walk(L, V + K, part, None, o)
-    else:
-        launch_walk(L, V, shared.S_in, S_T, o)
+    delta_ahead.launch_walks(shared, launch_walk, L, o, S_T)
     return draft.plan("hopper", o, S_T)

@@ -55,19 +55,17 @@ from ..launch.hardware import Hardware
 from ..launch.plan import Plan
 from ..portable.delta_gradient import gradient_of_state, of_key_heads
 from ..portable.kda_gradient import launch_mend
-from ..portable.segments import slots
 from . import delta_chunk
 from .delta_chunk import barrier, load_tokens, row_column
 from .delta_inverse import reinterpret
 from .delta_solve import C
 from .delta_walks import BV
-from .gla_backward import _behind as behind
 from .gluon_names import named
 from .kda_forward import prepared
-from .kda_prepare import FLOOR, LIMIT, add
+from .kda_prepare import FLOOR, LIMIT
 from .kda_walks import walks
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, box, keep_rows, store_own_rows, which_segment
+from .tiles import LOG2E, add, behind, box, keep_rows, store_own_rows, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
@@ -262,8 +260,7 @@ def gradients(
     t_FG.index(0).reshape([C, C]).store(F)
     t_FG.index(1).reshape([C, C]).store(G_)
     fence_async_shared()
-    F_0, F_1, F_2, F_3 = four(F, left)
-    G_0, G_1, G_2, G_3 = four(G_, left)
+    left_F, left_G = four(F, left), four(G_, left)
 
     none_k = gl.zeros([C, BK], gl.float32, thin)
     o_f = gl.arange(0, 4, layout=gl.SliceLayout(1, of_f))[:, None]
@@ -355,42 +352,19 @@ def gradients(
 
         # what block J gives to later tokens and to its own, and what it reads of earlier ones and of its own
         p = gl.zeros([4, 16, BK], gl.float32, acc)
-        y_q = warpgroup_mma(F_0, rows_rk.index(0), none_k, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_0, rows_rk.index(0), none_k, use_acc=False, is_async=True)
-        b_F, b_G = rows_F.index(0).permute((1, 0)), rows_G.index(0).permute((1, 0))
-        y = warpgroup_mma(b_F, rows_lq.index(0), none_k, use_acc=False, is_async=True)
-        y = warpgroup_mma(b_G, rows_lk.index(0), y, is_async=True)
-        w = weights.index(0).load(of_a)[:, None, :]
-        y_q, y_k, y = warpgroup_mma_wait(0, deps=[y_q, y_k, y])
-        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
-        p = p + blocks(y, acc) * w
-        y_q = warpgroup_mma(F_1, rows_rk.index(1), none_k, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_1, rows_rk.index(1), none_k, use_acc=False, is_async=True)
-        b_F, b_G = rows_F.index(1).permute((1, 0)), rows_G.index(1).permute((1, 0))
-        y = warpgroup_mma(b_F, rows_lq.index(1), none_k, use_acc=False, is_async=True)
-        y = warpgroup_mma(b_G, rows_lk.index(1), y, is_async=True)
-        w = weights.index(1).load(of_a)[:, None, :]
-        y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
-        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
-        p = p + blocks(y, acc) * w
-        y_q = warpgroup_mma(F_2, rows_rk.index(2), none_k, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_2, rows_rk.index(2), none_k, use_acc=False, is_async=True)
-        b_F, b_G = rows_F.index(2).permute((1, 0)), rows_G.index(2).permute((1, 0))
-        y = warpgroup_mma(b_F, rows_lq.index(2), none_k, use_acc=False, is_async=True)
-        y = warpgroup_mma(b_G, rows_lk.index(2), y, is_async=True)
-        w = weights.index(2).load(of_a)[:, None, :]
-        y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
-        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
-        p = p + blocks(y, acc) * w
-        y_q = warpgroup_mma(F_3, rows_rk.index(3), none_k, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(G_3, rows_rk.index(3), none_k, use_acc=False, is_async=True)
-        b_F, b_G = rows_F.index(3).permute((1, 0)), rows_G.index(3).permute((1, 0))
-        y = warpgroup_mma(b_F, rows_lq.index(3), none_k, use_acc=False, is_async=True)
-        y = warpgroup_mma(b_G, rows_lk.index(3), y, is_async=True)
-        w = weights.index(3).load(of_a)[:, None, :]
-        y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
-        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
-        p = p + blocks(y, acc) * w
+        for n in gl.static_range(4):
+            y_q = warpgroup_mma(left_F[n], rows_rk.index(n), none_k, use_acc=False, is_async=True)
+            y_k = warpgroup_mma(left_G[n], rows_rk.index(n), none_k, use_acc=False, is_async=True)
+            b_F, b_G = rows_F.index(n).permute((1, 0)), rows_G.index(n).permute((1, 0))
+            y = warpgroup_mma(b_F, rows_lq.index(n), none_k, use_acc=False, is_async=True)
+            y = warpgroup_mma(b_G, rows_lk.index(n), y, is_async=True)
+            w = weights.index(n).load(of_a)[:, None, :]
+            if n == 0:
+                y_q, y_k, y = warpgroup_mma_wait(0, deps=[y_q, y_k, y])
+            else:
+                y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
+            b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
+            p = p + blocks(y, acc) * w
 
         # dq, dk, and rows less columns of pairs
         z = load_blocks(t_lq, thin, acc) * b_q + load_blocks(t_lk, thin, acc) * b_k
@@ -463,7 +437,7 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     draft, K, V, H, N, T, cu = shared.draft, shared.K, shared.V, shared.H, shared.N, shared.T, shared.cu
     draft.because(f"all chunks first, then two walks at once, a program for each {BV.value} columns of V: in Gluon")
     do, scale = draft.gradient_of_o(v, call.do, shared.scale)
-    n, low, c = H * slots(shared.B, T, cu, C.value), q.dtype, C.value
+    n, low, c = shared.slots, q.dtype, C.value
     Ts = draft.new("T", n, c, 1, c, dtype=low)
     made = prepared(shared, q, k, v, g, beta, Ts, LEAST.value)
     w, e = (draft.new(name, n, c, 1, V, dtype=low) for name in "we")

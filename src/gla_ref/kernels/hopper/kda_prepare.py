@@ -49,7 +49,7 @@ from .delta_inverse import allocate_scratch, eliminate, inverse, reinterpret, sp
 from .delta_solve import C
 from .gluon_names import named
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, keep_rows, which_segment
+from .tiles import LOG2E, add, keep_rows, which_segment
 
 copy_in, copy_out = named("copy_in"), named("copy_out")
 
@@ -58,11 +58,6 @@ FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32
 LIMIT = gl.constexpr(-80.0)  # nats of a block of 16 tokens, as in portable/gla_forward.py for bf16
 REGISTERS = 240  # of a thread: two programs share a multiprocessor
 VARIABLE = ("N", "T", "HV", "G", "n_flags", "n_programs", "s_bb", "s_bt", "s_bh")
-
-
-@gluon.jit
-def add(x, y):
-    return x + y
 
 
 @gluon.jit

@@ -28,8 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .delta_chunk import barrier
-from .delta_solve import C
+from .delta_chunk import C, barrier
 from .delta_walks import BV, Results, load_state, state_rows, which_part
 from .gluon_names import named
 from .kda_forward import STAGES, VARIABLE, Barriers, Tiles, keep_state, walker
@@ -60,7 +59,7 @@ def back_loader(boxes, tiles, bars, part):
 
 
 @gluon.jit
-def back_walker(made, tiles, bars, t_e, part, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr):
+def back_walker(made, tiles, bars, part, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr):
     """(2) for a part."""
     dtype: gl.constexpr = tiles.k.dtype
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
@@ -88,14 +87,14 @@ def back_walker(made, tiles, bars, t_e, part, K: gl.constexpr, V: gl.constexpr, 
         x = warpgroup_mma_wait(1, deps=[x])
         e = (-x).to(dtype)
         tma.store_wait(0)  # R and the last e have been read
-        t_e.reshape([C, BV]).permute((1, 0)).store(e)
+        tiles.rows.reshape([C, BV]).permute((1, 0)).store(e)
         R = warpgroup_mma_wait(0, deps=[R])
         R = warpgroup_mma(gl.convert_layout(e, left_R), tiles.W.index(s).reshape([C, K]), R, is_async=True)
         R = warpgroup_mma_wait(0, deps=[R])
         fence_async_shared()
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
-        copy_out(made.d_rows, [i_t, 0, 0, part.o_v], t_e)
+        copy_out(made.d_rows, [i_t, 0, 0, part.o_v], tiles.rows)
     tma.store_wait(0)
     if made.last is not None:
         gl.store(state_rows(made.last, part.i_s, part.i_h, part.o_v, part.HV, K, V, wide), R)
@@ -103,12 +102,12 @@ def back_walker(made, tiles, bars, t_e, part, K: gl.constexpr, V: gl.constexpr, 
 
 @gluon.jit
 def either_walker(
-    back, forwards, backwards, tiles, bars, t_rows, part, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr
+    back, forwards, backwards, tiles, bars, part, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr
 ):
     if back:
-        back_walker(backwards, tiles, bars, t_rows, part, K, V, PACKED)
+        back_walker(backwards, tiles, bars, part, K, V, PACKED)
     else:
-        walker(forwards, tiles, bars, t_rows, part, 1.0, K, V, V, PACKED)
+        walker(forwards, tiles, bars, part, 1.0, K, V, V, PACKED)
 
 
 @gluon.jit
@@ -147,13 +146,13 @@ def walks(
     bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 
-    tiles = Tiles(t_q, t_k, t_W, t_U, t_P, t_through, t_state)
+    tiles = Tiles(t_q, t_k, t_W, t_U, t_P, t_through, t_state, t_rows)
     boxes = Tiles(None, k, d_W, d_U, None, through)
     forwards = Results(S_in, None, None, None, d_states, d_w)
     backwards = Results(R_in, R_out, None, None, d_dstates, d_e)
     gl.warp_specialize(
         [
-            (either_walker, (back, forwards, backwards, tiles, bars, t_rows, part, K, V, PACKED)),
+            (either_walker, (back, forwards, backwards, tiles, bars, part, K, V, PACKED)),
             (either_loader, (back, boxes, Tiles(q, k, d_W, do, d_P, through), tiles, bars, part)),
         ],
         [4],

@@ -39,6 +39,18 @@ def which_segment(cu, i_s, N, T, L, W: gl.constexpr):
 
 
 @gluon.jit
+def add(x, y):
+    """For running sums, by a scan."""
+    return x + y
+
+
+@gluon.jit
+def behind(sum_x, x, sum_y, y):
+    """For sums of all rows before: of two runs of numbers (sum of all but the last, the last), the same of both."""
+    return sum_x + x + sum_y, y
+
+
+@gluon.jit
 def keep_rows(tile, remaining, layout: gl.constexpr):
     """Zeros from row `remaining` on, in place: those rows are another sequence's."""
     x = tile.load(layout)

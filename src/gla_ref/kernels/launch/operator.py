@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..._contract import watched
+from ..._contract import check_scale, watched
 from .checks import check_forward_only, check_only_backward
 from .program import Planned
 
@@ -97,6 +97,14 @@ def forward_only(operator: Operator) -> Operator:
 def given(outputs: list[Tensor | None], like: Tensor) -> list[Tensor]:
     """Replace None by an empty tensor [0]: PyTorch's operators cannot return None."""
     return [like.new_empty(0) if x is None else x for x in outputs]
+
+
+def attend(operator: Operator, call: NamedTuple) -> tuple[Tensor, Tensor]:
+    """(o, final state) of a call of an operator of `with_state`; the scale may be any number, or None."""
+    if call.scale is not None:
+        call = call._replace(scale=check_scale(call.scale, 1))
+    o, S, *_ = operator(call)
+    return o, S
 
 
 def with_state(name: str, planned: Planned) -> Operator:

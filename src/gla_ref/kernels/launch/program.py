@@ -124,14 +124,25 @@ def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], l
 
     def compile_new(launch: Launch):
         with torch.cuda.device(device):
-            kernel = compile_launch(launch)
-            with LOADING:
-                _ = kernel.run  # Triton compiles and loads the kernel's launcher here
-            return kernel
+            return loaded(compile_launch(launch))
 
     with ThreadPoolExecutor() as pool:
         COMPILED.update(zip(new, pool.map(compile_new, new.values()), strict=True))
     return [COMPILED[v] for v in variants]
+
+
+def loaded(kernel):
+    """Return the kernel with its launcher.
+
+    Raises:
+        triton.runtime.errors.OutOfResources: the kernel does not fit the GPU; Triton raises it once, and gives the
+            calls that follow a launcher that raises it.
+    """
+    with LOADING:
+        run = kernel.run  # Triton compiles and loads the launcher here
+    if isinstance(run, functools.partial):
+        run()
+    return kernel
 
 
 class Program:

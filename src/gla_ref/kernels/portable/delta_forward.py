@@ -49,7 +49,7 @@ from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from .scalar_gates import between, summed
 from .segments import sequences, slots, which_segment, which_sequence
-from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+from .tiles import VARYING, load_tile, load_tokens, operand, pattern, patterns, product, store_tile, which_tile
 
 # by family and bits, the tokens of a chunk
 CHUNK = {
@@ -185,6 +185,17 @@ def load_channels(through, i_t, i_h, H, K, BK: tl.constexpr):
     return tl.load(through + (i_t * H + i_h).to(tl.int64) * K + o_k, mask=o_k < K, other=0.0)
 
 
+@triton.jit
+def invert_and_store(P, Y, p_f, b_P, b_A, b_beta, i_s, i_h, H):
+    """Store the strengths of a chunk behind p_f, its P, and Y, from all pairs [C, C] without strengths."""
+    C: tl.constexpr = b_P.shape[0]
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    b_Y = inverse(tl.where(i > j, b_A * b_beta[:, None], 0.0))
+    tl.store(p_f + BETA * C, b_beta)
+    tl.store(square(P, i_s, i_h, H, C), tl.where(i >= j, b_P, 0.0).to(P.dtype.element_ty))
+    tl.store(square(Y, i_s, i_h, H, C), b_Y.to(Y.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=VARIABLE)
 def solve(
     q, k, g, beta, P, Y, factors, cu, s_q, s_k, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, N, T, H, G, K,
@@ -201,8 +212,7 @@ def solve(
 
     # load
     o_r = o_t + o_c
-    p_b = beta + i_b.to(tl.int64) * s_bb + o_r.to(tl.int64) * s_bt + i_h.to(tl.int64) * s_bh
-    b_beta = tl.load(p_b, mask=o_r < stop, other=0.0).to(tl.float32)  # [C]
+    b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_r, stop)  # [C]
     b_P = tl.zeros([C, C], dtype=tl.float32)
     b_A = tl.zeros([C, C], dtype=tl.float32)
     for o_k in tl.range(0, K, BK):
@@ -214,8 +224,7 @@ def solve(
     # compute
     p_f = factor(factors, i_s, i_h, H, C, ROWS)
     if g is not None:
-        p_g = g + i_b.to(tl.int64) * s_gb + o_r.to(tl.int64) * s_gt + i_h.to(tl.int64) * s_gh
-        b_coarse, b_fine = summed(tl.load(p_g, mask=o_r < stop, other=0.0))  # [C]
+        b_coarse, b_fine = summed(load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, o_r, stop))  # [C]
         coarse = tl.sum(tl.where(o_c == C - 1, b_coarse, 0.0))
         fine = tl.sum(tl.where(o_c == C - 1, b_fine, 0.0))
         b_E = tl.exp2(tl.where(i >= j, between(b_coarse, b_fine), float("-inf")))  # [C, C]
@@ -225,26 +234,34 @@ def solve(
         tl.store(p_f + UNTIL * C, tl.exp2((coarse - b_coarse) + (fine - b_fine)))
         tl.store(p_f + COARSE * C, b_coarse)
         tl.store(p_f + FINE * C, b_fine)
-    b_Y = inverse(tl.where(i > j, b_A * b_beta[:, None], 0.0))
-
-    # store
-    tl.store(p_f + BETA * C, b_beta)
-    tl.store(square(P, i_s, i_h, H, C), tl.where(i >= j, b_P, 0.0).to(P.dtype.element_ty))
-    tl.store(square(Y, i_s, i_h, H, C), b_Y.to(Y.dtype.element_ty))
+    invert_and_store(P, Y, p_f, b_P, b_A, b_beta, i_s, i_h, H)
 
 
 @triton.jit
-def columns(i_v, K, V, BV: tl.constexpr, MAP: tl.constexpr):
-    """The BV columns of a tile of [X, M], or of a state: (their places, the mask, whether they are in M), each [BV].
+def load_first(S_in, s_in, i_s, i_h, i_v, K, V, BK: tl.constexpr, BV: tl.constexpr, MAP: tl.constexpr):
+    """(Tile i_v of the state before a walk, or of [0, I] with MAP; the places of its columns [BV]; its mask [BK, BV]).
 
     Tiles of M come after the tiles of X; no tile has columns of both.
     """
-    o_v, n_v = i_v * BV + tl.arange(0, BV), tl.cdiv(V, BV)
-    o_m = o_v - n_v * BV
+    o_k, o_v, n_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV), tl.cdiv(V, BV)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    if S_in is not None:
+        b_S += load_tile(S_in, s_in, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)
     if MAP:
-        return tl.where(i_v < n_v, o_v, V + o_m), tl.where(i_v < n_v, o_v < V, o_m < K), o_m
+        o_m = o_v - n_v * BV
+        b_S += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
+        o_v, m_v = tl.where(i_v < n_v, o_v, V + o_m), tl.where(i_v < n_v, o_v < V, o_m < K)
     else:
-        return o_v, o_v < V, o_m
+        m_v = o_v < V
+    return b_S, o_v, (o_k < K)[:, None] & m_v[None, :]
+
+
+@triton.jit
+def store_state(x, b_S, i, o_v, m_S, K, W):
+    """Store the columns o_v of the i-th state of x [..., K, W]."""
+    o_k = tl.arange(0, b_S.shape[0])
+    p = x + i.to(tl.int64) * K * W + o_k[:, None] * W + o_v[None, :]
+    tl.store(p, b_S.to(x.dtype.element_ty), mask=m_S)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -264,17 +281,10 @@ def walk(
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
-    o_k = tl.arange(0, BK)
-    o_v, m_v, o_m = columns(i_v, K, V, BV, MAP)
-    m_S = (o_k < K)[:, None] & m_v[None, :]
     dtype: tl.constexpr = v.dtype if TMA else v.dtype.element_ty
 
     # load
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if S_in is not None:
-        b_S += load_tile(S_in, s_in, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
-    if MAP:
-        b_S += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
+    b_S, o_v, m_S = load_first(S_in, s_in, i_s, i_h, i_v, K, V, BK, BV, MAP)
 
     n_c = tl.cdiv(end - begin, C)  # at most 0 in a spare slot
     for i_c in tl.range(0, n_c):
@@ -298,8 +308,7 @@ def walk(
             b_x *= b_since[:, None]
         b_w = times(b_Y, (b_v.to(tl.float32) - b_x) * b_beta[:, None], dtype)  # [C, BV]
         if states is not None:
-            p_S = states + (i_t * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
-            tl.store(p_S, b_S.to(states.dtype.element_ty), mask=m_S)
+            store_state(states, b_S, i_t * H + i_h, o_v, m_S, K, V)
         if writes is not None:
             store_tile(writes, b_w, s_w, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)
 
@@ -325,9 +334,7 @@ def walk(
 
     # store
     if S_out is not None:
-        W = V + K if MAP else V
-        p_S = S_out + (i_s * H + i_h).to(tl.int64) * K * W + o_k[:, None] * W + o_v[None, :]
-        tl.store(p_S, b_S, mask=m_S)
+        store_state(S_out, b_S, i_s * H + i_h, o_v, m_S, K, V + K if MAP else V)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -477,12 +484,12 @@ def choose_segments(
     return length, False
 
 
-def begin(draft: Draft, q, k, v, cu, scale, path, rows: int) -> DeltaCall:
-    """Begin a call whose plan is `draft`, with so many rows of factors."""
+def begin(draft: Draft, q, k, v, cu, scale, path, rows: int, most: int = 64) -> DeltaCall:
+    """Begin a call whose plan is `draft`, with so many rows of factors and at most so many tokens in a chunk."""
     hardware, (B, T, heads, K), (H, V) = draft.hardware, q.shape, v.shape[2:]
     G, scale = H // heads, contract.check_scale(scale, K)
     cu, N, half = draft.contiguous(cu, torch.int32), sequences(B, cu), q.dtype != torch.float32
-    C, BK = CHUNK[hardware.family, 8 * q.dtype.itemsize], max(64 if half else 16, next_power_of_2(K))
+    C, BK = min(most, CHUNK[hardware.family, 8 * q.dtype.itemsize]), max(64 if half else 16, next_power_of_2(K))
     _, warps, stages = tiles(WALK, hardware, q.dtype, K=K)
     BV, least = columns_of_v(hardware, q, k, v)
     length, narrow = choose_segments(draft, path, cdiv(V, BV) * H * N, cdiv(T, C), N if cu else None)

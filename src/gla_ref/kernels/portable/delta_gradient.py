@@ -43,20 +43,21 @@ from .delta_forward import (
     UNTIL,
     DeltaCall,
     carry_states,
-    columns,
     factor,
     load_channels,
+    load_first,
     load_whole_decay,
     low,
     solve_all,
     square,
     state_strides,
+    store_state,
     times,
     walks,
 )
 from .scalar_gates import between
 from .segments import which_segment
-from .tiles import VARYING, load_tile, operand, patterns, product, store_tile, which_tile
+from .tiles import VARYING, load_tile, load_tokens, operand, patterns, product, store_tile, which_tile
 
 # BK, BV and warps of `gradients`
 GRADIENTS = {
@@ -86,17 +87,10 @@ def walk_back(
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
     end = tl.minimum(begin + L, stop)
     first = start // C + i_n if PACKED else i_n * tl.cdiv(T, C)  # chunk of the sequence
-    o_k = tl.arange(0, BK)
-    o_v, m_v, o_m = columns(i_v, K, V, BV, MAP)
-    m_R = (o_k < K)[:, None] & m_v[None, :]
     dtype: tl.constexpr = do.dtype if TMA else do.dtype.element_ty
 
     # load
-    b_R = tl.zeros([BK, BV], dtype=tl.float32)
-    if R_in is not None:
-        b_R += load_tile(R_in, s_in, i_s, i_h, 0, K, i_v * BV, V, BK, BV, False)  # [BK, BV]
-    if MAP:
-        b_R += tl.where(o_k[:, None] == o_m[None, :], 1.0, 0.0)
+    b_R, o_v, m_R = load_first(R_in, s_in, i_s, i_h, i_v, K, V, BK, BV, MAP)
 
     n_c = tl.cdiv(end - begin, C)  # at most 0 in a spare slot
     for i in tl.range(0, n_c):
@@ -129,8 +123,7 @@ def walk_back(
         b_dv = b_r * b_beta[:, None]
         # store
         if dstates is not None:
-            p_R = dstates + (i_t * H + i_h).to(tl.int64) * K * V + o_k[:, None] * V + o_v[None, :]
-            tl.store(p_R, b_R.to(dstates.dtype.element_ty), mask=m_R)
+            store_state(dstates, b_R, i_t * H + i_h, o_v, m_R, K, V)
         if r is not None:
             store_tile(r, b_r, s_r, i_b, i_h, o_t, end, i_v * BV, V, C, BV, False)
 
@@ -148,9 +141,50 @@ def walk_back(
 
     # store
     if R_out is not None:
-        W = V + K if MAP else V
-        p_R = R_out + (i_s * H + i_h).to(tl.int64) * K * W + o_k[:, None] * W + o_v[None, :]
-        tl.store(p_R, b_R, mask=m_R)
+        store_state(R_out, b_R, i_s * H + i_h, o_v, m_R, K, V + K if MAP else V)
+
+
+@triton.jit
+def over_values(
+    v, do, writes, r, dv, s_v, s_do, s_w, i_b, i_h, o_t, stop, V, b_strength, first, dtype: tl.constexpr,
+    C: tl.constexpr, BV: tl.constexpr,
+):
+    """(3) of all pairs without decays, [C, C], and r v of (6) [C]; only the `first` program of a chunk stores dv."""
+    b_F, b_G = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
+    b_dbeta = tl.zeros([C], dtype=tl.float32)
+    for o_v in tl.range(0, V, BV):
+        b_w = load_tile(writes, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_r = load_tile(r, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_F += times(b_do, b_w.T, dtype)
+        b_G -= times(b_r, b_w.T, dtype)
+        b_r = b_r.to(tl.float32)
+        if first:
+            b_dbeta += tl.sum(b_r * b_v.to(tl.float32), 1)
+            store_tile(dv, b_r * b_strength[:, None], s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+    return b_F, b_G, b_dbeta
+
+
+@triton.jit
+def over_states(
+    do, writes, r, states, dstates, s_do, s_w, s_S, i_b, i_h, i_s, o_t, stop, o_k, K, V, dtype: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):
+    """(do S^T, -r S^T, w R^T) of channels o_k on, [C, BK], and the sums of S R over V, [BK]."""
+    b_dq, b_x = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+    b_dk, b_kept = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([BK], dtype=tl.float32)
+    for o_v in tl.range(0, V, BV):
+        b_w = load_tile(writes, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_r = load_tile(r, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
+        b_S = load_tile(states, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
+        b_R = load_tile(dstates, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
+        b_dq += times(b_do, b_S.T, dtype)
+        b_x -= times(b_r, b_S.T, dtype)
+        b_dk += times(b_w, b_R.T, dtype)
+        b_kept += tl.sum(b_S.to(tl.float32) * b_R.to(tl.float32), 1)
+    return b_dq, b_x, b_dk, b_kept
 
 
 @triton.jit(do_not_specialize=VARIABLE)
@@ -173,18 +207,9 @@ def gradients(
     b_beta = tl.load(p_f + BETA * C)  # [C]
 
     # compute: (3) and dv, over V
-    b_F, b_G = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    b_dbeta = tl.zeros([C], dtype=tl.float32)
-    for o_v in tl.range(0, V, BV):
-        b_w = load_tile(writes, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_r = load_tile(r, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_F += times(b_do, b_w.T, dtype)
-        b_G -= times(b_r, b_w.T, dtype)
-        b_r = b_r.to(tl.float32)
-        b_dbeta += tl.sum(b_r * b_v.to(tl.float32), 1)
-        store_tile(dv, b_r * (b_beta * scale)[:, None], s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+    b_F, b_G, b_dbeta = over_values(
+        v, do, writes, r, dv, s_v, s_do, s_w, i_b, i_h, o_t, stop, V, b_beta * scale, True, dtype, C, BV
+    )
     # over K: q k^T and k k^T
     b_P, b_A = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
     for o_k in tl.range(0, K, BK):
@@ -212,31 +237,23 @@ def gradients(
     # (4) to (6), over K
     b_write, kept = tl.zeros([C], dtype=tl.float32), 0.0
     for o_k in tl.range(0, K, BK):
-        b_dq, b_rS = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-        b_dk = tl.zeros([C, BK], dtype=tl.float32)
-        for o_v in tl.range(0, V, BV):
-            b_w = load_tile(writes, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-            b_r = load_tile(r, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-            b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-            b_S = load_tile(states, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
-            b_R = load_tile(dstates, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
-            b_dq += times(b_do, b_S.T, dtype)
-            b_rS += times(b_r, b_S.T, dtype)
-            b_dk += times(b_w, b_R.T, dtype)
-            if dg is not None:
-                kept += tl.sum(b_S.to(tl.float32) * b_R.to(tl.float32))
+        b_dq, b_x, b_dk, b_kept = over_states(
+            do, writes, r, states, dstates, s_do, s_w, s_S, i_b, i_h, i_s, o_t, stop, o_k, K, V, dtype, C, BK, BV
+        )
+        if dg is not None:
+            kept += tl.sum(b_kept)
         b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
         b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
         b_dq *= b_since[:, None]
-        b_rS *= b_since[:, None]
+        b_x *= b_since[:, None]
         b_dk *= b_until[:, None]
-        b_found = tl.sum(b_k.to(tl.float32) * b_rS, 1)  # [C]
-        b_dbeta -= b_found
+        b_read = tl.sum(b_k.to(tl.float32) * b_x, 1)  # [C]
+        b_dbeta += b_read
         if dg is not None:
-            b_row += tl.sum(b_q.to(tl.float32) * b_dq, 1) - b_beta * b_found
+            b_row += tl.sum(b_q.to(tl.float32) * b_dq, 1) + b_beta * b_read
             b_write += tl.sum(b_k.to(tl.float32) * b_dk, 1)
         b_dq += times(b_F, b_k, dtype)
-        b_dk += times(tl.trans(b_F), b_q, dtype) + times(b_G, b_k, dtype) - b_rS * b_beta[:, None]
+        b_dk += times(tl.trans(b_F), b_q, dtype) + times(b_G, b_k, dtype) + b_x * b_beta[:, None]
         # store
         store_tile(dq, b_dq * scale, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
         store_tile(dk, b_dk * scale, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
@@ -245,8 +262,7 @@ def gradients(
     o_d = (i_b.to(tl.int64) * T + o_r) * H + i_h
     tl.store(dbeta + o_d, (b_dbeta * scale).to(dbeta.dtype.element_ty), mask=o_r < stop)
     if dg is not None:  # (7): sum only pairs that cross t, without a difference of sums; no pair crosses g = -inf
-        p_g = g + i_b.to(tl.int64) * s_gb + o_r.to(tl.int64) * s_gt + i_h.to(tl.int64) * s_gh
-        b_g = tl.load(p_g, mask=o_r < stop, other=0.0)  # [C]
+        b_g = load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, o_r, stop)  # [C]
         b_dg = tl.sum(tl.where(i >= j, b_row[:, None], 0.0), 0) - tl.sum(tl.where(i >= j, b_column[:, None], 0.0), 0)
         b_dg += tl.sum(tl.where(i >= j, 0.0, b_write[:, None]), 0)
         b_dg += kept * load_whole_decay(factors, i_s, i_h, H, C, ROWS)
@@ -344,20 +360,30 @@ def finish(call: DeltaCall, x: Local, dbeta: Spec, need_dg: bool, launch=launch_
     return made._replace(dq=dq, dk=dk)
 
 
-def plan_backward(hardware: Hardware, call) -> Plan:
-    """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor that is not given, and for a dg that is not needed."""
-    draft, q, k, v, S = Draft(hardware, *call), call.q, call.k, call.v, call.initial_state
-    solved = solve_all(draft, q, k, v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
+def both_walks(call, solved: DeltaCall, q: Spec, k: Spec) -> tuple[DeltaCall, Local, Spec | None]:
+    """Walk over q and k both ways.
+
+    Returns:
+        `solved` with the scale of the gradients, what `gradients` reads, and the gradient of the initial state over
+        scale, None without that state.
+    """
+    draft, v, S = solved.draft, call.v, call.initial_state
     do, scale = draft.gradient_of_o(v, call.do, solved.scale)
     solved = solved._replace(scale=scale)
     R = gradient_of_state(draft, call.dS, scale)
-    S_in = draft.contiguous(S, torch.float32)
-    walked = walks(solved, q, k, v, S_in, states="states", writes="writes")
+    walked = walks(solved, q, k, v, draft.contiguous(S, torch.float32), states="states", writes="writes")
     r, R_0, dstates = walk_backwards(solved, q, k, do, R, S is not None)
-    local = Local(q, k, v, call.g, do, walked.states, walked.writes, dstates, r)
+    local = Local(call.q, call.k, v, call.g, do, walked.states, walked.writes, dstates, r)
+    return solved, local, R_0 if S else None
+
+
+def plan_backward(hardware: Hardware, call) -> Plan:
+    """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor that is not given, and for a dg that is not needed."""
+    draft, q, k = Draft(hardware, *call), call.q, call.k
+    solved = solve_all(draft, q, k, call.v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
+    solved, local, R_0 = both_walks(call, solved, q, k)
     made = finish(solved, local, draft.like("dbeta", call.beta), call.need_dg)
-    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
-    return draft.plan("portable", *made, dS0)
+    return draft.plan("portable", *made, draft.compute("dS0", torch.mul, R_0, solved.scale))
 
 
 def of_key_heads(x: Tensor, dtype: torch.dtype, G: int) -> Tensor:

@@ -17,7 +17,6 @@ The kernels, and the number of programs of each (N sequences)::
     walk       V tiles * H * N         a head's chunks: o, or states
     mend       H * chunks / 16         adds to o the pairs of strong tiles
     gradients  tiles * H * chunks      dq, dk, dg; and with the two axes exchanged do, dv, dg_v
-    step       V tiles * H * N         token by token
 
 Reference: :mod:`gla_ref.gla`; GLA paper, section 4.1, general form. Limits: K <= 256, V <= 512.
 """
@@ -45,7 +44,6 @@ from .gla_forward import (
     to_border,
 )
 from .gla_gradient import GRADIENTS, across, crossing, one_half, pairs
-from .gla_step import LOG2E, plan_step, row
 from .segments import which_segment, which_sequence
 from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
@@ -236,30 +234,6 @@ def gradients(
         store_tile(dg, b_d, s_d, i_b, i_h, o_t, stop, i_k * BK, K, C, BK, False)
 
 
-@triton.jit
-def step(
-    q, k, v, g, o, S_in, S_out, cu, s_q, s_k, s_v, s_g, s_o, s_in, s_S, T, H, K, V, scale, g_v, s_gv,
-    BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-):
-    """Walk a sequence token by token like `gla_step.step`."""
-    # which tile
-    i_v, i_h, i_n = which_tile(H, V, BV)
-    i_b, start, stop = which_sequence(cu, i_n, T, PACKED)
-    o_v = i_v * BV
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if S_in is not None:
-        b_S += load_tile(S_in, s_in, i_n, i_h, 0, K, o_v, V, BK, BV, False)  # [BK, BV]
-    for t in tl.range(start, stop):
-        b_q, b_k = row(q, s_q, i_b, t, i_h, 0, K, BK), row(k, s_k, i_b, t, i_h, 0, K, BK)  # [BK]
-        b_g, b_gv = row(g, s_g, i_b, t, i_h, 0, K, BK), row(g_v, s_gv, i_b, t, i_h, o_v, V, BV)  # [BK], [BV]
-        b_S *= tl.exp2(b_g * LOG2E)[:, None]
-        b_S *= tl.exp2(b_gv * LOG2E)[None, :]
-        b_S += b_k[:, None] * row(v, s_v, i_b, t, i_h, o_v, V, BV)[None, :]
-        b_o = tl.sum(b_q[:, None] * b_S, 0) * scale  # [BV]
-        store_tile(o, b_o[None, :], s_o, i_b, i_h, t, stop, o_v, V, 1, BV, False)
-    store_tile(S_out, b_S, s_S, i_n, i_h, 0, K, o_v, V, BK, BV, False)
-
-
 def launch_walk(
     call: GlaCall, g_v: Spec, x: Readers, v: Spec, reverse: bool, S_in, S_out, o=None, strong=None, states=None
 ) -> None:
@@ -340,8 +314,3 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     dq, dk, dg = launch_gradients(shared, q, k, v, do, g, g_v, states, dstates, "dq", "dk", "dg" * call.need_dg)
     dS0 = draft.compute("dS0", torch.mul, R_0, shared.scale)
     return draft.plan("portable", dq, dk, dv, dg, dg_v, dS0)
-
-
-def plan_tokens(hardware: Hardware, call) -> Plan:
-    """Plan (o, final state), token by token."""
-    return plan_step(hardware, call, step, call.g_v, *patterns(call.g_v))

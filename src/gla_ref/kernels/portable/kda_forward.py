@@ -35,10 +35,10 @@ import triton.language as tl
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec
 from . import delta_forward
-from .delta_forward import BETA, DeltaCall, factor, inverse, square, walks
+from .delta_forward import DeltaCall, factor, invert_and_store, walks
 from .gla_forward import LIMIT, LOG2E, between, clamped, sums, to_border
 from .segments import which_segment
-from .tiles import VARYING, load_tile, operand, patterns, store_tile
+from .tiles import VARYING, load_tile, load_tokens, operand, patterns, store_tile
 
 WARPS = {64: 8, 32: 8, 16: 4}  # of `prepare`, by C
 VARIABLE = (*VARYING, "s_bb", "s_bt", "s_bh")
@@ -99,8 +99,7 @@ def prepare(
 
     # load
     o_r = o_t + o_c
-    p_b = beta + i_b.to(tl.int64) * s_bb + o_r.to(tl.int64) * s_bt + i_h.to(tl.int64) * s_bh
-    b_beta = tl.load(p_b, mask=o_r < stop, other=0.0).to(tl.float32)  # [C]
+    b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_r, stop)  # [C]
     b_P = tl.zeros([C, C], dtype=tl.float32)
     b_A = tl.zeros([C, C], dtype=tl.float32)
     for o_k in tl.range(0, K, BK):
@@ -130,13 +129,7 @@ def prepare(
         store_tile(k_til, b_k * until, s_hat, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
         tl.store(through + (i_s * H + i_h).to(tl.int64) * K + o_d, all_of_it, mask=o_d < K)
 
-    # compute
-    b_Y = inverse(tl.where(i > j, b_A * b_beta[:, None], 0.0))
-
-    # store
-    tl.store(factor(factors, i_s, i_h, H, C, ROWS) + BETA * C, b_beta)
-    tl.store(square(P, i_s, i_h, H, C), tl.where(i >= j, b_P, 0.0).to(P.dtype.element_ty))
-    tl.store(square(Y, i_s, i_h, H, C), b_Y.to(Y.dtype.element_ty))
+    invert_and_store(P, Y, factor(factors, i_s, i_h, H, C, ROWS), b_P, b_A, b_beta, i_s, i_h, H)
 
 
 # The plan.
@@ -159,9 +152,12 @@ def constants(call: DeltaCall, dtype: torch.dtype) -> dict:
     return {"LEVELS": call.C.bit_length() - 1, "LIMIT": LIMIT[dtype], "FAST_SUMS": fast}
 
 
-def prepare_all(draft: Draft, q: Spec, k: Spec, v: Spec, g: Spec, beta: Spec, cu, scale, path) -> Prepared:
-    """Begin a call whose plan is `draft`: prepare all chunks."""
-    call = delta_forward.begin(draft, q, k, v, cu, scale, path, 1)
+def prepare_all(draft: Draft, call) -> Prepared:
+    """Begin the plan of a call: prepare all chunks."""
+    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
+    # a walk's stages hold three tiles of keys; 64 tokens of K = 256 would take 254 to 280 KB (Triton 3.9)
+    most = 64 if q.shape[3] <= 128 else 32
+    call = delta_forward.begin(draft, q, k, v, call.cu_seqlens, call.scale, call.path, 1, most)
     G, (B, T, H) = call.G, v.shape[:3]
     # float16 has no range for e^b: these stay float32, and a walk gives each tile a size of its own
     q_hat, k_hat, k_til = (draft.new(name, B, T, H, call.K, dtype=call.kept) for name in ("q_hat", "k_hat", "k_til"))
@@ -178,7 +174,7 @@ def prepare_all(draft: Draft, q: Spec, k: Spec, v: Spec, g: Spec, beta: Spec, cu
 
 def plan_forward(hardware: Hardware, call) -> Plan:
     """Plan (o, final state)."""
-    draft, v = Draft(hardware, *call), call.v
-    x = prepare_all(draft, call.q, call.k, v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
-    walked = walks(x.call, x.q, x.k, v, draft.contiguous(call.initial_state, torch.float32), o="o", S="S_T")
+    draft = Draft(hardware, *call)
+    x = prepare_all(draft, call)
+    walked = walks(x.call, x.q, x.k, call.v, draft.contiguous(call.initial_state, torch.float32), o="o", S="S_T")
     return draft.plan("portable", walked.o, walked.S)

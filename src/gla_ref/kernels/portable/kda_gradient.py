@@ -32,23 +32,13 @@ from torch import Tensor
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
-from .delta_forward import BETA, DeltaCall, factor, square, state_strides, times, walks
-from .delta_gradient import Local, Made, finish, gradient_of_state, walk_backwards
+from .delta_forward import BETA, DeltaCall, factor, square, state_strides
+from .delta_gradient import GRADIENTS, Local, Made, both_walks, finish, over_states, over_values
 from .gla_forward import between, clamped, sums, to_border
 from .gla_gradient import across, one_half
 from .kda_forward import constants, from_middle, prepare_all, since_until
 from .segments import which_segment
 from .tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
-
-# BK, BV and warps of `gradients`
-GRADIENTS = {
-    ("hopper", 16): (64, 64, 8),
-    ("hopper", 32): (16, 16, 4),
-    ("ampere", 16): (64, 32, 8),
-    ("ampere", 32): (16, 16, 4),
-    ("turing", 16): (32, 32, 4),
-    ("turing", 32): (16, 16, 4),
-}
 
 
 @triton.jit
@@ -107,35 +97,16 @@ def gradients(
     b_beta = tl.load(factor(factors, i_s, i_h, H, C, ROWS) + BETA * C)  # [C]
 
     # compute: (3), dv and r v of (7), over V
-    b_F, b_G = tl.zeros([C, C], dtype=tl.float32), tl.zeros([C, C], dtype=tl.float32)
-    b_dbeta = tl.zeros([C], dtype=tl.float32)
-    for o_v in tl.range(0, V, BV):
-        b_w = load_tile(writes, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_r = load_tile(r, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_v = load_tile(v, s_v, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_F += times(b_do, b_w.T, dtype)
-        b_G -= times(b_r, b_w.T, dtype)
-        b_r = b_r.to(tl.float32)
-        if i_k == 0:
-            b_dbeta += tl.sum(b_r * b_v.to(tl.float32), 1)
-            store_tile(dv, b_r * (b_beta * scale)[:, None], s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)
+    b_F, b_G, b_dbeta = over_values(
+        v, do, writes, r, dv, s_v, s_do, s_w, i_b, i_h, o_t, stop, V, b_beta * scale, i_k == 0, dtype, C, BV
+    )
     b_own = tl.sum(tl.where(i == j, b_F, 0.0), 1)[:, None]  # i = j crosses no gate
     b_F, b_G = tl.where(i > j, b_F, 0.0), tl.where(i > j, b_G, 0.0)
 
     # (4) to (8)
-    b_dq, b_x = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
-    b_dk, b_kept = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([BK], dtype=tl.float32)
-    for o_v in tl.range(0, V, BV):
-        b_w = load_tile(writes, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_r = load_tile(r, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_do = load_tile(do, s_do, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
-        b_S = load_tile(states, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
-        b_R = load_tile(dstates, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
-        b_dq += times(b_do, b_S.T, dtype)
-        b_x -= times(b_r, b_S.T, dtype)
-        b_dk += times(b_w, b_R.T, dtype)
-        b_kept += tl.sum(b_S.to(tl.float32) * b_R.to(tl.float32), 1)
+    b_dq, b_x, b_dk, b_kept = over_states(
+        do, writes, r, states, dstates, s_do, s_w, s_S, i_b, i_h, i_s, o_t, stop, o_k, K, V, dtype, C, BK, BV
+    )
     b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
     b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
     b_raw = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
@@ -252,21 +223,15 @@ def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
 
 def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor that is not given, and for a dg that is not needed."""
-    draft, q, k, v, S = Draft(hardware, *call), call.q, call.k, call.v, call.initial_state
-    x = prepare_all(draft, q, k, v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
-    do, scale = draft.gradient_of_o(v, call.do, x.call.scale)
-    solved = x.call._replace(scale=scale)
-    R = gradient_of_state(draft, call.dS, scale)
-    walked = walks(solved, x.q, x.k, v, draft.contiguous(S, torch.float32), states="states", writes="writes")
-    r, R_0, dstates = walk_backwards(solved, x.q, x.k, do, R, S is not None)
-    local = Local(q, k, v, call.g, do, walked.states, walked.writes, dstates, r)
-    BK, _, _ = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]
+    draft = Draft(hardware, *call)
+    x = prepare_all(draft, call)
+    solved, local, R_0 = both_walks(call, x.call, x.q, x.k)
+    BK, _, _ = GRADIENTS[hardware.family, 8 * call.q.dtype.itemsize]
     dbeta = draft.new("dbeta", cdiv(solved.K, BK), *call.beta.shape)
     made = finish(solved._replace(G=x.G), local, dbeta, call.need_dg, launch_gradients)
     dtype, shape = call.beta.dtype, call.beta.shape
     dbeta = draft.compute("dbeta of all channels", _added, dbeta, dtype, shape=shape, dtype=dtype)
-    dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, scale)
-    return draft.plan("portable", *made._replace(dbeta=dbeta), dS0)
+    return draft.plan("portable", *made._replace(dbeta=dbeta), draft.compute("dS0", torch.mul, R_0, solved.scale))
 
 
 def _added(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..launch.plan import Draft, Spec, cdiv, next_power_of_2
 from .segments import sequences, slots, which_segment
-from .tiles import VARYING, load_tile, operand
+from .tiles import VARYING, load_tile, load_tokens, operand
 
 # strides of gates [B, T, H] change with T, even modulo 16; Triton would specialise on strides in a tuple all the same
 VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh", "s_db", "s_dt", "s_dh")
@@ -88,8 +88,7 @@ def gate_gradient(
     b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, 0, K, C, BK, False)  # [C, BK]
     b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, 0, K, C, BK, False)  # [C, BK]
     o_r = o_t + o_c
-    p_g = g + i_b.to(tl.int64) * s_gb + o_r.to(tl.int64) * s_gt + i_h.to(tl.int64) * s_gh
-    b_g = tl.load(p_g, mask=o_r < stop, other=0.0)  # [C]
+    b_g = load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, o_r, stop)  # [C]
     b_coarse, b_fine, coarse, fine = load_sums(sums, i_s, i_h, H, C)
 
     # compute

@@ -52,6 +52,13 @@ def load_tile(
 
 
 @triton.jit
+def load_tokens(x, strides, i_b, i_h, o_r, end):
+    """Load tokens o_r [C] of a head of x [B, T, H], in float32; zero from row `end` on."""
+    p = x + i_b.to(tl.int64) * strides[0] + o_r.to(tl.int64) * strides[1] + i_h.to(tl.int64) * strides[2]
+    return tl.load(p, mask=o_r < end, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def store_tile(x, b, s, i_b, i_h, o_t, end, o_d, D, C: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
     """Store b [C, BD], in x's precision, to rows o_t ... of x[i_b, :, i_h, o_d:], up to row `end` and column D."""
     if TMA:
