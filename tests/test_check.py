@@ -388,6 +388,20 @@ def test_a_kernel_that_hangs_is_stopped():
     assert torch.get_deterministic_debug_mode() == 0
 
 
+def test_a_call_that_is_stopped_before_the_kernel_leaves_no_mode_behind(monkeypatch):
+    set_mode = torch.set_deterministic_debug_mode
+
+    def slow(mode):
+        set_mode(mode)
+        for _ in range(50 * (mode == "warn")):  # PyTorch under load
+            time.sleep(0.01)
+
+    monkeypatch.setattr(torch, "set_deterministic_debug_mode", slow)
+    report = check.kernel("gla", GATED, only="length 1", time_limit=0.1)
+    assert {row.kind for row in report.failures} == {"hangs"}
+    assert torch.get_deterministic_debug_mode() == 0
+
+
 ENDS_LATE = """
 import sys, torch
 from gla_ref import check

@@ -42,6 +42,7 @@ Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a cas
 def within(seconds: float, work: Callable, *args):
     """work(*args) in a thread that is stopped when its time is up, or left behind where it cannot be stopped."""
     box: list = []
+    mode = torch.get_deterministic_debug_mode()
 
     def target():
         try:
@@ -54,6 +55,7 @@ def within(seconds: float, work: Callable, *args):
     thread.join(seconds)
     if not box:
         stop(thread)
+        torch.set_deterministic_debug_mode(mode)  # it may stop with this set, and before it would reset it
         raise Finding("hangs", f"no result after {seconds:g} s")
     result, reason = box[0]
     if reason is not None:

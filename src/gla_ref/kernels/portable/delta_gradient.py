@@ -171,8 +171,8 @@ def over_states(
     do, writes, r, states, dstates, s_do, s_w, s_S, i_b, i_h, i_s, o_t, stop, o_k, K, V, dtype: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """(do S^T, r S^T, w R^T) of channels o_k on, [C, BK], and the sums of S R over V, [BK]."""
-    b_dq, b_rS = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
+    """(do S^T, -r S^T, w R^T) of channels o_k on, [C, BK], and the sums of S R over V, [BK]."""
+    b_dq, b_x = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
     b_dk, b_kept = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([BK], dtype=tl.float32)
     for o_v in tl.range(0, V, BV):
         b_w = load_tile(writes, s_w, i_b, i_h, o_t, stop, o_v, V, C, BV, False)  # [C, BV]
@@ -181,10 +181,10 @@ def over_states(
         b_S = load_tile(states, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
         b_R = load_tile(dstates, s_S, i_s, i_h, o_k, K, o_v, V, BK, BV, False)  # [BK, BV]
         b_dq += times(b_do, b_S.T, dtype)
-        b_rS += times(b_r, b_S.T, dtype)
+        b_x -= times(b_r, b_S.T, dtype)
         b_dk += times(b_w, b_R.T, dtype)
         b_kept += tl.sum(b_S.to(tl.float32) * b_R.to(tl.float32), 1)
-    return b_dq, b_rS, b_dk, b_kept
+    return b_dq, b_x, b_dk, b_kept
 
 
 @triton.jit(do_not_specialize=VARIABLE)
@@ -237,7 +237,7 @@ def gradients(
     # (4) to (6), over K
     b_write, kept = tl.zeros([C], dtype=tl.float32), 0.0
     for o_k in tl.range(0, K, BK):
-        b_dq, b_rS, b_dk, b_kept = over_states(
+        b_dq, b_x, b_dk, b_kept = over_states(
             do, writes, r, states, dstates, s_do, s_w, s_S, i_b, i_h, i_s, o_t, stop, o_k, K, V, dtype, C, BK, BV
         )
         if dg is not None:
@@ -245,15 +245,15 @@ def gradients(
         b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
         b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
         b_dq *= b_since[:, None]
-        b_rS *= b_since[:, None]
+        b_x *= b_since[:, None]
         b_dk *= b_until[:, None]
-        b_found = tl.sum(b_k.to(tl.float32) * b_rS, 1)  # [C]
-        b_dbeta -= b_found
+        b_read = tl.sum(b_k.to(tl.float32) * b_x, 1)  # [C]
+        b_dbeta += b_read
         if dg is not None:
-            b_row += tl.sum(b_q.to(tl.float32) * b_dq, 1) - b_beta * b_found
+            b_row += tl.sum(b_q.to(tl.float32) * b_dq, 1) + b_beta * b_read
             b_write += tl.sum(b_k.to(tl.float32) * b_dk, 1)
         b_dq += times(b_F, b_k, dtype)
-        b_dk += times(tl.trans(b_F), b_q, dtype) + times(b_G, b_k, dtype) - b_rS * b_beta[:, None]
+        b_dk += times(tl.trans(b_F), b_q, dtype) + times(b_G, b_k, dtype) + b_x * b_beta[:, None]
         # store
         store_tile(dq, b_dq * scale, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
         store_tile(dk, b_dk * scale, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)

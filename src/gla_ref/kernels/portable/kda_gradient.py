@@ -104,7 +104,7 @@ def gradients(
     b_F, b_G = tl.where(i > j, b_F, 0.0), tl.where(i > j, b_G, 0.0)
 
     # (4) to (8)
-    b_dq, b_rS, b_dk, b_kept = over_states(
+    b_dq, b_x, b_dk, b_kept = over_states(
         do, writes, r, states, dstates, s_do, s_w, s_S, i_b, i_h, i_s, o_t, stop, o_k, K, V, dtype, C, BK, BV
     )
     b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
@@ -113,7 +113,7 @@ def gradients(
     b_g, b_kb = clamped(b_raw), b_k.to(tl.float32) * b_beta[:, None]
     # the state
     since, until, through = since_until(b_g, FAST_SUMS)
-    b_dq, b_x, b_dk = b_dq * since, -b_rS * since, b_dk * until
+    b_dq, b_x, b_dk = b_dq * since, b_x * since, b_dk * until
     b_dg = sums(i <= j, b_q * b_dq + b_kb * b_x, FAST_SUMS) + sums(i > j, b_k * b_dk, FAST_SUMS)
     b_dg += (b_kept * through)[None, :]
     # pairs of a block of 16, then pairs that meet at borders between blocks
