@@ -101,7 +101,7 @@ def test_the_book_computes_the_times_by_which_the_plan_decides():
     from gla_ref.kernels.hopper import delta_ahead, delta_fused
 
     text = Path(__file__).parents[1].joinpath("book", "23_delta_rule_fused.md").read_text()
-    cell = re.search(r"```\{code-cell\} python\n(def fused_us.*?)```", text, re.DOTALL)[1]
+    cell = re.search(r"```\{code-cell\} python\n[^`]*?(def fused_us.*?)```", text, re.DOTALL)[1]
     exec(cell, names := {"ceil": math.ceil, "C": 64, "K": 128, "V": 128})
     for h, n in itertools.product((1, 3, 8, 24, 33, 34, 66, 67, 128, 256), (1, 8, 32, 63, 512, 1024)):
         assert names["fused_us"](h, n) == pytest.approx(delta_fused.duration(CLASSES["sm_90"], h, n))

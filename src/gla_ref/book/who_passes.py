@@ -6,15 +6,18 @@ it has none.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from html import escape
 from typing import NamedTuple
 
 from .. import results
 from ..compat.libraries import FUNCTIONS
 
-__all__ = ["NO_NUMBER", "Row", "claims", "details", "matrix", "rows", "verdicts"]
+__all__ = ["NEAR", "NO_NUMBER", "Row", "claims", "details", "matrix", "refusals", "rows", "ungrouped", "verdicts"]
 
 NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of failures without a number to judge
+NEAR = 2.0  # a wrong number within so many budgets is counted apart
 
 
 class Row(NamedTuple):
@@ -37,6 +40,12 @@ class Row(NamedTuple):
         return r["cases"], len(wrong), len({f["case"] for f in r["failures"]} - wrong)
 
     @property
+    def worst(self) -> float:
+        """The largest error of a wrong number, in budgets; infinity for one that is not finite, 0 without any."""
+        wrong = [f for f in (self.record or {}).get("failures", ()) if f["kind"] not in NO_NUMBER]
+        return max((_budgets(f) for f in wrong), default=0.0)
+
+    @property
     def note(self) -> str:
         """A sentence where the record has no count for each group of cases."""
         r = self.record
@@ -45,7 +54,14 @@ class Row(NamedTuple):
         if r["ok"] is None:
             return f"no verdict: stopped after {r['seconds']:.0f} s"
         tried, wrong, refused = self.counts
-        return "" if r.get("groups") else f"{tried} cases: {wrong} wrong, {refused} refused (not kept by group)"
+        return "" if r.get("groups") else f"{tried} cases: {wrong} wrong, {refused} refused"
+
+
+def _budgets(failure: dict) -> float:
+    """A wrong number's error in budgets; infinity where there is none, because it is not finite."""
+    if failure["kind"] == "not finite" or not failure.get("error"):
+        return float("inf")
+    return float(failure["error"]) / failure["budget"]
 
 
 def rows() -> list[Row]:
@@ -70,12 +86,13 @@ def _claimed(name: str, dtype: str) -> bool:
 
 
 def verdicts(rows: list[Row]) -> dict[str, list[str]]:
-    """Return the functions by the gravest verdict of their rows: wrong, refuses, right, none."""
-    by = {"wrong": [], "refuses": [], "right": [], "none": []}
+    """Return the functions by the gravest verdict of their rows: wrong, near (within NEAR), refuses, right, none."""
+    by = {"wrong": [], "near": [], "refuses": [], "right": [], "none": []}
     for name in FUNCTIONS:
-        counts = [row.counts for row in rows if row.function == name and row.counts]
-        wrong, refused = (any(c[n] for c in counts) for n in (1, 2))
-        by["none" if not counts else "wrong" if wrong else "refuses" if refused else "right"].append(name)
+        here = [row for row in rows if row.function == name and row.counts]
+        worst, refused = max((row.worst for row in here), default=0.0), any(row.counts[2] for row in here)
+        wrong = "wrong" if worst >= NEAR else "near" if worst else "refuses" if refused else "right"
+        by[wrong if here else "none"].append(name)
     return by
 
 
@@ -92,18 +109,27 @@ def _cell(counts: dict | None) -> str:
 
 
 def matrix(rows: list[Row]) -> str:
-    """Return the table as HTML: a row for each record, a column for each group of cases."""
-    groups = list(dict.fromkeys(g for row in rows if row.record for g in row.record.get("groups", ())))
-    lines = []
-    for row in rows:
-        on = row.data["environment"]["gpu"].removeprefix("NVIDIA ") if row.data else ""
-        line = f"<tr><th>{escape(row.name)}</th><td>{escape(on)}</td>"
-        if row.note:
-            line += f'<td colspan="{len(groups)}"><i>{escape(row.note)}</i></td>'
-        else:
-            line += "".join(f"<td>{_cell(row.record['groups'].get(g))}</td>" for g in groups)
-        lines.append(f"{line}</tr>")
-    return _table(("function", "on", *groups), lines)
+    """Return the table as HTML: a row for each record that counts its cases by group, a column for each group."""
+    grouped = [row for row in rows if not row.note]
+    groups = list(dict.fromkeys(g for row in grouped for g in row.record["groups"]))
+    lines = [
+        f"<tr><th>{escape(row.name)}</th><td>{escape(_on(row))}</td>"
+        + "".join(f"<td>{_cell(row.record['groups'].get(g))}</td>" for g in groups)
+        + "</tr>"
+        for row in grouped
+    ]
+    return _table(("function", "on", *groups), lines) if lines else ""
+
+
+def ungrouped(rows: list[Row]) -> str:
+    """Return, as HTML, a line for each row that the table leaves out, and why."""
+    lines = [f"<tr><td>{escape(row.name)}</td><td>{_on(row)}</td><td>{row.note}</td></tr>" for row in rows if row.note]
+    return _table(("function", "on", "what its record says"), lines) if lines else ""
+
+
+def _on(row: Row) -> str:
+    """The machine of a record."""
+    return row.data["environment"]["gpu"].removeprefix("NVIDIA ") if row.data else ""
 
 
 def claims() -> str:
@@ -121,24 +147,44 @@ def _table(head: tuple[str, ...], lines: list[str]) -> str:
     return f'<table class="table"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
-def details(rows: list[Row]) -> str:
-    """Return, folded, the first wrong number of each row, and the lines that show it."""
-    parts = []
+def _line(message: str) -> str:
+    """The line of an error message that says what was wrong, without the place where it was raised."""
+    lines = re.sub(r"^where [^:]*: ", "", message).strip().splitlines() or [""]
+    line = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    return re.sub(r": at [\d:]+", ":", re.sub(r" \([^()]*, line \d+[^()]*\)$", "", line))[:160]
+
+
+def refusals(rows: list[Row]) -> str:
+    """Return, as HTML, what the functions raised or returned instead of a number, and in how many cases."""
+    lines = []
     for row in rows:
-        first = next((f for f in (row.record or {}).get("failures", ()) if f["kind"] not in NO_NUMBER), None)
-        if first is None:
-            continue
+        said = {
+            (f["case"], _line(f["message"] or ""))
+            for f in (row.record or {}).get("failures", ())
+            if f["kind"] in NO_NUMBER
+        }
+        for line, n in Counter(line for _, line in said).most_common():
+            lines.append(f"<tr><td>{escape(row.name)}</td><td>{n}</td><td>{escape(line)}</td></tr>")
+    return _table(("function", "cases", "error, or what was returned"), lines) if lines else ""
+
+
+def details(rows: list[Row]) -> str:
+    """Return, folded, the worst wrong number of each row and lines that show one: not finite first, then by budgets."""
+    parts = []
+    for row in sorted((row for row in rows if row.worst), key=lambda row: -row.worst):
         r, (tried, wrong, _) = row.record, row.counts
+        first = max((f for f in r["failures"] if f["kind"] not in NO_NUMBER), key=_budgets)
         what = f"{first['quantity']} of <i>{escape(first['case'])}</i>"
-        if first["kind"] == "not finite":
-            what += ": not finite"
-        elif first["error"] is not None:
-            what += f": error {float(first['error']):.1e}, budget {first['budget']:.1e}"
-        elif first["message"]:
-            what += f": {escape(first['message'].splitlines()[0])}"
+        if _budgets(first) == float("inf"):
+            what += " is not finite"
+        else:
+            what += f" is off by {float(first['error']):.1e}, {_budgets(first):.1f} times its budget"
         named = "; ".join(d["mistake"] for d in r["diagnosis"])
         parts.append(f"<details><summary><b>{escape(row.name)}</b> ({escape(row.data['environment']['gpu'])}): ")
-        parts.append(f"{wrong} of {tried} cases; first {what}</summary>")
+        parts.append(f"wrong in {wrong} of {tried} cases; {what}</summary>")
         parts.append(f"<p>The kit's explanation: {escape(named)}.</p>" if named else "")
+        parts.append(
+            "" if r["smallest"] else "<p>This record has no shrunken case; the lines run one of the kit's own.</p>"
+        )
         parts.append(f"<pre>{escape(r['smallest'] or r['reproduction'])}</pre></details>")
     return "".join(parts)

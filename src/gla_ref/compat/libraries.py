@@ -75,9 +75,8 @@ class Function:
             return inspect.getdoc(self.supports).removesuffix(".")
         from ..check._claims import Claim  # imported here, because a call of the function does not need the kit
 
-        sentence = str(Claim.of(self.supports))
-        sentence += "" if self.grouped else ", one value head for each key head"
-        return sentence or "everything"
+        words = (str(Claim.of(self.supports)), "" if self.grouped else "one value head for each key head")
+        return ", ".join(filter(None, words)) or "everything"
 
 
 def _fla(mechanism: str, module: str, name: str, **fields) -> Function:

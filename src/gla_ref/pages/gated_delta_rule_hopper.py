@@ -20,26 +20,26 @@ roles pass chunks on through shared memory. Chunk c lies in stage c % 2, and its
     solved    solver -> walker                 Y beta and P are there, and so are the rows
     done      walker -> loader                 all of the chunk has been read
 
-Each stage has these five barriers. wait(bar, p) returns once the last phase that ended has parity p; a fresh barrier
-has ended phase -1, of parity 1. In round n roles wait for phase n, of parity n & 1, at `done` for phase n - 1. No role
-waits for ever: whoever ends a phase has waited, in this round, only at barriers above it, or for an earlier chunk. No
-role is two phases late: phase n + 1 of a barrier ends after `done` n, before which the walker has waited for phase n of
-each, or for the solver, which has. So the solver, past `keys` n, may overwrite its tiles of round n - 1.
+Each stage has these five. wait(bar, p) returns once the last phase that ended has parity p; a fresh barrier has ended
+phase -1, of parity 1. In round n roles wait for phase n, of parity n & 1, at `done` for n - 1. No role waits for ever:
+whoever ends a phase has waited, in this round, only at barriers above it, or for an earlier chunk. None is two phases
+late: `done` n ends after `ready` n, before which the loader waits for `done` n - 1; n + 1 of the others after `done` n,
+before which walker and solver wait for n. So the solver, past `keys` n, may overwrite its tiles of n - 1.
 
-*The walker's tiles are transposed.* A product's first operand may be in registers, and a result leaves them there: so
-S^T, v'^T and v_hat^T go from product to product, and only o^T passes through shared memory.
+*The walker's tiles are transposed.* A first operand may be in registers, and its result is: S^T, v'^T and v_hat^T go
+from product to product, only o^T to shared memory. S^T takes 64 of a thread's 192 registers (solver 104, loader 24).
 
-*The inverse.* `eliminate` inverts blocks of 8 in float32, a thread per row. `inverse` joins two such blocks, X, by the
-block L between them, X + X L X, a warp per block of 16. Columns of these follow from the last to the first, Y_j = X_j +
-(sum_(m > j) Y_m N_mj) X_j: a warp has 16 rows of all of them, and needs no other warp's. Products are in float16. That
-is enough if no N_ij, with beta_i k_i . k_i for N_ii, is larger than 1 but for rounded keys. The solver votes, and
-a second launch, EXACT, makes stronger heads again by three products for one. A branch would cost all chunks time.
+*The inverse.* `eliminate` inverts blocks of 8 in float32, each row in two warps. `inverse` joins two such blocks, X, by
+the block L between them, X + X L X, a warp per block of 16. Columns of these follow from the last to the first, Y_j =
+X_j + (sum_(m > j) Y_m N_mj) X_j: a warp has 16 rows of all of them, and needs no other warp's. Products are in float16.
+That is enough if no N_ij, with beta_i k_i . k_i for N_ii, is above 1 (1.0625, as keys are rounded). The solver votes,
+and a second launch, EXACT, makes stronger heads again by three products for one. A branch would cost all chunks time.
 
 The copy engine and WGMMA see threads' writes to shared memory only after these threads' fence. One thread arrives for
 its role; the compiler lets the role's warps meet before. A barrier's bytes are the hardware's until `invalidate`.
 
-A chunk moves 2 C (2 K + 2 V) bytes, 64 KiB, for 2 C (2 C K + 3 K V + 2 C V) FLOPs, 10.5 M, and 1 M for the inverse.
-Shared memory: 160 KiB, so a multiprocessor runs one program.
+A chunk moves 2 C (2 K + 2 V) bytes, 64 KiB, for 2 C (2 C K + 3 K V + 2 C V) FLOPs, 10.5 M, and 0.36 M for the inverse
+(EXACT 1.08 M). Shared memory: 160 KiB (172) and barriers, so a multiprocessor runs one program.
 
 Names: T counts tokens, HV value heads, G value heads per key head. t_x is a tile in shared memory, b_x a chunk's.
 

@@ -120,7 +120,7 @@ predict(
     [48, 3072, 96, 33],
     [
         ([24, ..., ..., ...], "Each prompt has its own states: programs belong to a value head of a text."),
-        ([96, ..., ..., ...], "One program owns the whole state of a value head; its two walkers share the columns."),
+        ([96, ..., ..., ...], "One program owns the whole state of a value head; its walker's warps share them."),
         ([48, 1536, ..., ...], "Those are the chunks of one prompt."),
         ([48, 64, ..., ...], "Those are the chunks of one head of one prompt."),
         ([48, 3072, 48, ...], "A program of the walk has 64 columns, half of a head's."),

@@ -41,7 +41,7 @@ MODELS = {  # a shape of gate -> the model that adds, the model that erases firs
     "nothing fades": ("linear attention", "DeltaNet"),
     "one constant": ("RetNet, lightning attention", NONE),
     "a number per token": ("Mamba-2, mLSTM, gated retention", "Gated DeltaNet"),
-    "a number per row": ("GLA, HGRN2, RWKV-6, GateLoop, gated slots", "Kimi Delta Attention, Gated DeltaNet-2"),
+    "a number per row": ("GLA, HGRN2, RWKV-6, GateLoop, gated slots", "Kimi Delta Attention"),
     "rows times columns": ("decaying fast weights", NONE),
     "every entry its own": ("Mamba", NONE),
 }
