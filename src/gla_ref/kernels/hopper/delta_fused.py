@@ -46,7 +46,7 @@ zeros.
 store that they read or overwrite, and every load that a copy overwrites.
 
 *Shared memory* at K = V = 128, 175 KB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
-moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) = 10.5 MFLOP and 1 MFLOP for the inverse.
+moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) = 10.5 MFLOP and 0.4 MFLOP for the inverse.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel where there are too many heads
 for delta_ahead.py.
