@@ -1,6 +1,6 @@
 """The tables of appendix "Who passes": other libraries' functions under the check kit's cases.
 
-Every function of :data:`gla_ref.compat.libraries.FUNCTIONS` has a row for each of its records, and one that says so if
+Every function of ``gla_ref.compat.libraries.FUNCTIONS`` has a row for each of its records, and one that says so if
 it has none.
 """
 

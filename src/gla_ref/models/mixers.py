@@ -131,7 +131,7 @@ class GatedDeltaRule(GatedOutput):
         super().__init__(config)
         self.dt, self.b_proj = self.steps(config), nn.Linear(config.hidden_size, self.heads, bias=False)
 
-    def steps(self, config: Config) -> StepSize:
+    def steps(self, config: Config) -> nn.Module:
         """The module that the gates are made by."""
         return StepSize(config)
 
@@ -153,7 +153,7 @@ class KimiDeltaAttention(GatedDeltaRule):
 
     mechanism = "kda"
 
-    def steps(self, config: Config) -> StepSize:
+    def steps(self, config: Config) -> nn.Module:
         """A bottleneck to all channels, their biases, and a rate e^A of each head."""
         d, r, self.lower_bound = config.hidden_size, config.gate_rank, config.lower_bound
         proj = nn.Sequential(nn.Linear(d, r, bias=False), nn.Linear(r, config.key_size, bias=False))

@@ -11,7 +11,7 @@ from ._svg import cell, number, part, square, text
 
 __all__ = ["GATES", "RULES", "states", "steps", "two_clerks", "wanted"]
 
-#: name: (does it erase, the rows that its gate fades)
+#: Whether each rule erases, and the rows that its gate fades.
 RULES = {
     "GLA": (False, (0.0, 1.0)),
     "delta rule": (True, (0.0, 0.0)),
