@@ -584,9 +584,12 @@ def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
         assert "carry" not in [launch.name for launch in found.launches], found.why
 
 
-def test_one_gpu_finds_the_states_of_linear_attention_three_times():
-    """In its backward pass (chapter 25): once for each of its walks over a text in segments."""
+def test_one_gpu_finds_the_states_of_linear_attention_once():
+    """In segments, as ranks do: those of S in the forward pass, and those of R by the first walk back (chapter 25)."""
     kernels = pytest.importorskip("gla_ref.kernels")
-    x = meta_tokens("linear_attention", 1 << 19)
-    found = kernels.plan("linear_attention", *x.values(), direction="backward", hardware="sm_90")
-    assert [launch.name for launch in found.launches] == ["walk", "carry", "walk"] * 3
+    for mechanism in ("linear_attention", "simple_gla"):
+        x = meta_tokens(mechanism, 1 << 19)
+        walks = {"forward": ["walk", "carry", "walk"], "backward": ["walk", "carry", "walk", "walk", "walk"]}
+        for direction, names in walks.items():
+            found = kernels.plan(mechanism, *x.values(), direction=direction, hardware="sm_90")
+            assert [step.name for step in found.launches if step.name in names] == names
