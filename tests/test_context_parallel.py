@@ -18,7 +18,7 @@ from torch import distributed as dist
 import gla_ref
 from gla_ref import context_parallel
 from gla_ref.mechanisms import MECHANISMS
-from gla_ref.over_ranks import maps, planning
+from gla_ref.over_ranks import planning
 from gla_ref.over_ranks.agreement import GRACE, Agreement, Lookout
 from gla_ref.over_ranks.exchange import Ranks
 from gla_ref.over_ranks.maps import Maps, Walk, read_map, write_map
@@ -488,20 +488,6 @@ def test_kernels_find_maps(mechanism):
     ):
         for a, b in zip((*right[0], right[1]), (*found[0], found[1]), strict=True):
             assert a.shape == b.shape and error(b.cpu(), a) < 1e-5
-
-
-def test_columns_beyond_a_kernel_are_walked_apart(monkeypatch):
-    def form(*, v, **x):
-        assert v.shape[-1] <= maps.COLUMNS
-        return gla_ref.kda.chunkwise(v=v, **x)
-
-    x, _ = problem("kda")
-    walk, do = Walk(form, False, 0.3, F64), x.pop("do")
-    tokens = {n: y for n, y in x.items() if n not in ("S", "dS")}
-    whole = write_map(walk, tokens), read_map(walk, tokens, do)
-    monkeypatch.setattr(maps, "COLUMNS", 2)
-    for (M, X), ((M_2,), X_2) in zip(whole, (write_map(walk, tokens), read_map(walk, tokens, do)), strict=True):
-        assert error(M_2, M[0]) < 1e-12 and error(X_2, X) < 1e-12
 
 
 @anywhere

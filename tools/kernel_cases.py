@@ -248,6 +248,8 @@ WIDE = {
     "border simple": Case("simple_gla", 128, 128, "bfloat16", "float32", planned=borders),
     "border delta": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=borders),
     "border delta shared": Case("gated_delta_rule", 64, 256, "float16", "float32", planned=borders, shared=True),
+    "border kda": Case("kda", 128, 128, "bfloat16", "float32", planned=borders),
+    "border kda shared": Case("kda", 64, 256, "float16", "float32", planned=borders, shared=True),
     "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32", kernel="portable"),
     "delta wide float16": Case("delta_rule", 256, 256, "float16", kernel="portable"),
     "delta wide segments": gated(256, 256, "bfloat16", "float32", kernel="portable", path="segmented"),

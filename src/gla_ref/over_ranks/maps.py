@@ -23,7 +23,6 @@ from ..chunks import decayed, heads_first
 from ..gates import decay_from_start, decay_to_end
 
 Tokens = dict[str, Tensor]
-COLUMNS = 512  # of a state, that a kernel takes
 
 
 class Maps(NamedTuple):
@@ -133,7 +132,7 @@ def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
     k, v, g, g_v = x["k"], x["v"], x.get("g"), x.get("g_v")
     if "beta" in x:
         V = v.shape[-1]
-        if walk.kernel and (g is None or g.ndim == 3):
+        if walk.kernel:
             from ..kernels.portable.border import written
 
             S = written(k, v, g, x["beta"])
@@ -153,7 +152,7 @@ def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Ten
     """Find (M^T, A) of rows of tokens, from right to left, from q, do and gates (for the delta rules, from k too)."""
     q, g, g_v, V = x["q"], x.get("g"), x.get("g_v"), do.shape[-1]
     if "beta" in x:
-        if walk.kernel and (g is None or g.ndim == 3):
+        if walk.kernel:
             from ..kernels.portable.border import read
 
             R = read(q, x["k"], do, g, x["beta"])
@@ -187,7 +186,4 @@ def _of_identity(walk: Walk, x: Tokens, v: Tensor) -> tuple[Tensor, Tensor]:
     x, v = {name: y.to(walk.dtype) for name, y in x.items()}, v.to(walk.dtype)
     (B, _, HV, V), K = v.shape, x["k"].shape[-1]
     S = F.pad(torch.eye(K, dtype=walk.dtype, device=v.device), (V, 0)).expand(B, HV, K, V + K)
-    parts = zip(F.pad(v, (0, K)).split(COLUMNS, -1), S.split(COLUMNS, -1), strict=True)
-    found = [walk.form(**x | {"v": v}, scale=walk.scale, initial_state=S) for v, S in parts]
-    o, S = (torch.cat(y, -1) for y in zip(*found, strict=True))
-    return o, S
+    return walk.form(**x | {"v": F.pad(v, (0, K))}, scale=walk.scale, initial_state=S)

@@ -5,7 +5,7 @@
 
 `added` finds X or A of gated linear attention by a walk of gla_forward.py or linear.py without outputs. The walk reads
 k, v and g (backwards q, do and g) once, and also finds M, the decay of the whole piece. `written` and `read` find the
-map of a delta rule, by the walks of delta_forward.py and delta_gradient.py.
+map of a delta rule, of KDA too, by the walks of delta_forward.py and delta_gradient.py.
 
 Between ranks, `compose` writes the map of a rank's segments as a message, which the rank sends. `enter` runs through
 the messages of all ranks and finds the state that comes into a rank. `crossed`, the `carry` of segments.py, goes on
@@ -20,10 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Draft, Plan, cdiv, next_power_of_2
+from ..launch.plan import Draft, Plan, Spec, cdiv, next_power_of_2
 from ..launch.program import of_parameters
 from . import delta_forward, delta_gradient, gla_forward
+from .delta_forward import DeltaCall
 from .gla_forward import Readers
+from .kda_forward import prepare_all
 from .linear import add_up
 from .segments import carry_states, slots
 from .tiles import VARYING, which_tile
@@ -110,9 +112,17 @@ def _of_all(decay: Tensor, n: int) -> Tensor:
     return decay.unflatten(0, (-1, n)).prod(1)
 
 
+def _begin(draft: Draft, q: Spec, k: Spec, v: Spec, g: Spec | None, beta: Spec) -> tuple[DeltaCall, Spec, Spec]:
+    """Solve all chunks of a piece in one go: (call, the queries and the keys of a walk)."""
+    if g is None or len(g.shape) == 3:
+        return delta_forward.solve_all(draft, q, k, v, g, beta, None, 1.0, "fused"), q, k
+    call, q, k, _ = prepare_all(draft, q, k, v, g, beta, None, 1.0, "fused")
+    return call, q, k
+
+
 def plan_written(hardware: Hardware, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> Plan:
     """Plan X and, in K more columns, M."""
-    call = delta_forward.solve_all(Draft(hardware, k, v, g, beta), k, k, v, g, beta, None, 1.0, "fused")
+    call, _, k = _begin(Draft(hardware, k, v, g, beta), k, k, v, g, beta)
     S = call.draft.new("S", call.B, call.H, call.K, call.V + call.K)
     delta_forward.launch_walk(call, None, k, v, None, S, maps=True)
     return call.draft.plan("portable", S)
@@ -120,7 +130,7 @@ def plan_written(hardware: Hardware, k: Tensor, v: Tensor, g: Tensor | None, bet
 
 def plan_read(hardware: Hardware, q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Plan:
     """Plan A and, in K more columns, M^T."""
-    call = delta_forward.solve_all(Draft(hardware, q, k, do, g, beta), q, k, do, g, beta, None, 1.0, "fused")
+    call, q, k = _begin(Draft(hardware, q, k, do, g, beta), q, k, do, g, beta)
     do, _ = call.draft.gradient_of_o(q, do, call.scale)
     R = call.draft.new("R", call.B, call.H, call.K, call.V + call.K)
     delta_gradient.launch_walk_back(call, q, k, do, None, R, maps=True)
@@ -181,7 +191,7 @@ def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = Fa
 
 
 def written(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
-    """Find X and, in K more columns, M; arguments as in :func:`gla_ref.kernels.delta.gated_delta_rule`.
+    """Find X and, in K more columns, M; arguments as in :func:`gla_ref.kernels.kda.kda`, and a g for heads or none.
 
     Returns:
         float32 `[B, HV, K, V + K]`. Not differentiable.
