@@ -224,10 +224,8 @@ class Mechanism:
     def records(self, T: int, ways: list[str]):
         """Yield the record of each exchange, the same on every rank."""
         args, rank, size = self.args, dist.get_rank(), dist.get_world_size()
-        x, single = (
-            tokens(self.name, T if T <= args.alone else T // size, args.heads, args.size, self.dtype, self.device),
-            {},
-        )
+        held = T if T <= args.alone else T // size
+        x, single = tokens(self.name, held, args.heads, args.size, self.dtype, self.device), {}
         if T <= args.alone:
             single = {name: self.timed(form, x) for name, form in self.single.items()}
             x = own(x, rank, size)
