@@ -8,10 +8,14 @@ import re
 import time
 from unittest import mock
 
+import played_gluon
 import pytest
 import torch
 from cases import DELTA, F64, LINEAR, error, inputs, meta_tokens, thin
-from harness import HERE, anywhere
+from delta_problems import MILD
+from delta_problems import problem as delta_problem
+from harness import BF16, CUDA, F32, HERE, anywhere, budgets, compare
+from played_gluon import on_hopper, played_here
 from ranks import SHORT, Pool
 from torch import distributed as dist
 
@@ -488,6 +492,49 @@ def test_kernels_find_maps(mechanism):
     ):
         for a, b in zip((*right[0], right[1]), (*found[0], found[1]), strict=True):
             assert a.shape == b.shape and error(b.cpu(), a) < 1e-5
+
+
+def check_maps_on_hopper(mechanism, B, T, K, V, reads, kind=MILD, seed=0):
+    """X is the state from zeros, M the state from the unit matrix with values of zero, the reads are that call's o."""
+    border = pytest.importorskip("gla_ref.kernels.portable.border")
+    from gla_ref.kernels.launch.hardware import CLASSES
+    from gla_ref.kernels.launch.plan import spec_of
+
+    options = {"kind": kind, "dtype": BF16, "gates": F32, "S": 0.0, "scale": 0.3, "seed": seed}
+    x, of_X = delta_problem(mechanism, B, T, 1, K, V, **options)
+    unit = torch.eye(K, dtype=F64).expand(B, 2, K, K)
+    y = {n: None if a is None else a.to("cpu", F64) for n, a in x.items()} | {"S": unit, "dS": unit}
+    y["v"] = y["do"] = torch.zeros(B, T, 2, K, dtype=F64)
+    _, of_M = budgets(mechanism, y, {n: F32 if n in ("S", "dS", "g", "beta") else BF16 for n in y}, scale=0.3)
+    named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    if CUDA:
+        X, M, o = border.written(*named.values(), scale=0.3, reads=reads)
+    else:
+        call = border.Written(*(spec_of(n, a) for n, a in named.items()), 0.3, reads)
+        plan = border.plan_written(CLASSES["sm_90"], call)
+        assert plan.name.startswith("hopper") and "carry" not in [x.name for x in plan.launches]
+        X, M, o, _ = played_gluon.play(plan, {n: a for n, a in named.items() if a is not None}, seed)
+        X, M = X.split((V, K), -1) if M is None else (X, M)
+    compare({"S": X}, {"S": of_X["S"]})
+    compare({"S": M} | ({"o": o} if reads else {}), {n: of_M[n] for n in ("S", "o")})
+
+
+@played_here
+@pytest.mark.parametrize("mechanism", DELTA)
+@pytest.mark.parametrize("reads", [False, True])
+def test_hopper_kernels_find_maps(mechanism, reads):
+    """The walks of the forward pass: played from their source, of more keys than values and of fewer."""
+    for K, V, T in ((64, 128, 70), (128, 64, 130)):
+        check_maps_on_hopper(mechanism, 1, T, K, V, reads, seed=T)
+
+
+@on_hopper
+@pytest.mark.parametrize("mechanism", DELTA)
+@pytest.mark.parametrize("reads", [False, True])
+def test_hopper_kernels_find_maps_on_a_gpu(mechanism, reads):
+    for T, K, V in ((1, 128, 128), (1000, 128, 128), (330, 64, 128), (330, 128, 64)):
+        check_maps_on_hopper(mechanism, 2, T, K, V, reads)
+    check_maps_on_hopper(mechanism, 1, 330, 128, 128, reads, kind="mild and strong chunks")
 
 
 @anywhere

@@ -136,10 +136,10 @@ def write_map(walk: Walk, x: Tokens, reads: bool = False) -> tuple[tuple[Tensor,
         if walk.kernel:
             from ..kernels.portable.border import written
 
-            S, o = written(q, k, v, g, x["beta"], scale=walk.scale, reads=reads)
-        else:
-            o, S = _of_identity(walk, x)
-            o = o[..., V:] if reads else None
+            X, M, o = written(q, k, v, g, x["beta"], scale=walk.scale, reads=reads)
+            return (M,), X, o
+        o, S = _of_identity(walk, x)
+        o = o[..., V:] if reads else None
         return (S[..., V:],), S[..., :V], o
     if walk.kernel and g_v is None:
         from ..kernels.portable.border import added
