@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import FORMS
 from ..gates import softplus_gate
-from .libraries import function
+from .libraries import FUNCTIONS, function
 
 COMPUTES = {  # functions of fla, and their mechanisms
     "chunk_gla": "gla",
@@ -41,7 +41,6 @@ COMPUTES = {  # functions of fla, and their mechanisms
     "chunk_kda": "kda",
     "fused_recurrent_kda": "kda",
 }
-MODULES = {"linear_attention": "linear_attn"}  # modules of fla.ops whose names differ from the mechanism's
 __all__ = [*COMPUTES, "Installed", "install", "mechanism", "theirs"]
 
 
@@ -89,7 +88,8 @@ def install(*names: str) -> "Installed":
     """
     pairs = []
     for name in names or COMPUTES:
-        path = f"fla.ops.{MODULES.get(mechanism(name), mechanism(name))}"
+        mechanism(name)  # raises the error
+        path = FUNCTIONS[f"fla.{name}"].module
         try:
             module = importlib.import_module(path)
         except ModuleNotFoundError as error:
