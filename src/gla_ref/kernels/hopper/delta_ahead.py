@@ -42,7 +42,6 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, Spec, cdiv
@@ -51,11 +50,9 @@ from ..portable.segments import slots
 from . import delta_chunk
 from .delta_chunk import VARIABLE, C, Shared, load_state, read, state_columns, store_o, write
 from .delta_solve import launch_solve, load_decays, load_divisors
-from .gluon_names import named
+from .gluon import copy_in, fence_async_shared, mbarrier, tma
 from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows, which_segment
-
-copy_in = named("copy_in")
 
 # rows of a chunk's `decays`, which are `factors` of delta_solve.py
 SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))

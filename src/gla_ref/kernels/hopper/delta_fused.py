@@ -59,13 +59,6 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, cdiv
@@ -73,11 +66,9 @@ from . import delta_chunk
 from .delta_chunk import VARIABLE, C, since_until, strides, summed, which_sequence
 from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, largest, spread
 from .delta_walks import state_rows
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 STAGES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
 # rows of a chunk's `gates`: strengths, c, e^b, 2^x e^(b_C - b), scale e^b, 2^-x times strengths, 2^x scale

@@ -26,22 +26,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.plan import Box, Spec
 from ..portable.delta_forward import DeltaCall
 from .delta_chunk import VARIABLE, C, Shared, barrier, decays, load_tokens, row_column, since_until, strides, summed
 from .delta_inverse import allocate_scratch, eliminate, inverse, spread
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .tiles import keep_rows, operand, which_segment
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 
 @gluon.jit(do_not_specialize=VARIABLE)

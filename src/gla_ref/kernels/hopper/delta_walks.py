@@ -42,24 +42,15 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.plan import Box, Spec
 from ..portable.delta_forward import BETA, SINCE, UNTIL, DeltaCall
 from ..portable.delta_forward import ROWS as FACTORS
 from .delta_chunk import VARIABLE, barrier
 from .delta_solve import C, load_divisors
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows, operand, which_segment
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 DIVISORS = gl.constexpr(FACTORS)  # float16's row of `factors`, after those of the portable kernels
 BV, STAGES = gl.constexpr(64), gl.constexpr(3)

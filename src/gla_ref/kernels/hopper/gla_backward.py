@@ -70,13 +70,6 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
@@ -95,12 +88,19 @@ from ..portable.gla_forward import (
 from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
 from .gla_forward import Roles, begin
-from .gluon_names import named
+from .gluon import (
+    barrier,
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from .tiles import LOG2E, add, behind, box, keep_rows, scaled, store_box, store_rows
 from .tiles import which_segment as which_segment_of_warps
-
-barrier, reinterpret = named("barrier"), named("reinterpret")
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 
 class Boxes(NamedTuple):

@@ -72,13 +72,6 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ...pages.gla_hopper import walk as walk_of_page
 from ..launch.hardware import Hardware
@@ -87,10 +80,8 @@ from ..portable import gla_forward as portable
 from ..portable.gla_forward import GlaCall, Readers, mend_strong, walks
 from ..portable.segments import slots
 from . import refusal_of_gradient
-from .gluon_names import named
+from .gluon import copy_in, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .tiles import LOG2E, box, keep_rows, operand, scaled, store_box, store_rows, which_segment
-
-copy_in = named("copy_in")
 
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32, so this gate stands for all below, -inf too
 

@@ -34,24 +34,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    mma_v2,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ..launch.plan import Box, Draft, Spec, cdiv
 from .delta_chunk import barrier, load_tokens, row_column
 from .delta_inverse import allocate_scratch, eliminate, inverse, reinterpret, spread
 from .delta_solve import C
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate_stages, new_barriers
 from .tiles import LOG2E, add, keep_rows, which_segment
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 HALF = gl.constexpr(64)  # channels at a time
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .gluon import mbarrier
 
 
 @gluon.jit
