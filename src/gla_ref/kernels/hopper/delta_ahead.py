@@ -59,18 +59,8 @@ SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))
 ROWS = gl.constexpr(3)
 
 
-class Boxes(NamedTuple):
-    """The tensors that the copy engine brings; no q and d_P without outputs."""
-
-    q: object
-    k: object
-    v: object
-    d_T: object
-    d_P: object
-
-
 class Tiles(NamedTuple):
-    """Their tiles in shared memory, of several chunks."""
+    """The tensors that the copy engine brings, as boxes; or their tiles in shared memory. No q and P without o."""
 
     q: object
     k: object
@@ -91,7 +81,7 @@ def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl
     """Bring each chunk; what lies beyond a tensor comes as zeros."""
     of_k: gl.constexpr = boxes.k.block_type.nbytes  # bytes of a tile; q has as many, P as many as T
     of_v: gl.constexpr = boxes.v.block_type.nbytes
-    of_T: gl.constexpr = boxes.d_T.block_type.nbytes
+    of_T: gl.constexpr = boxes.T.block_type.nbytes
     for c in range(n):
         s, o_t, i_t = c % STAGES, begin + c * C, (i_c + c) * HV + i_h
         mbarrier.wait(bars.done.index(s), ((c // STAGES) & 1) ^ 1)
@@ -104,9 +94,9 @@ def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl
         if boxes.q is not None:
             copy_in(boxes.q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
         copy_in(boxes.v, [i_b, i_h, o_t, o_v], bar, tiles.v.index(s))
-        copy_in(boxes.d_T, [i_t, 0, 0, 0], bar, tiles.T.index(s))
-        if boxes.d_P is not None:
-            copy_in(boxes.d_P, [i_t, 0, 0, 0], bar, tiles.P.index(s))
+        copy_in(boxes.T, [i_t, 0, 0, 0], bar, tiles.T.index(s))
+        if boxes.P is not None:
+            copy_in(boxes.P, [i_t, 0, 0, 0], bar, tiles.P.index(s))
 
 
 @gluon.jit
@@ -211,7 +201,7 @@ def walk(
 
     tiles = Tiles(t_q, t_k, t_v, t_T, t_P)
     outputs, which = (o, d_o, S_in, S_out), (i_s, i_b, i_h, i_c, o_v, begin, end, n, HV, scale)
-    of_loader = (Boxes(q, k, v, d_T, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES)
+    of_loader = (Tiles(q, k, v, d_T, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES)
     gl.warp_specialize(
         [(walker, (outputs, decays, tiles, bars, t_S, t_u, which, V, W, STAGES, GATED, PACKED)), (loader, of_loader)],
         [4],

@@ -30,7 +30,7 @@ k', dg into that of g. The sums of (4) are over rows, which lie in many threads 
 the transformer (a channel each), so their terms cross over in float32: those of pairs and reads (`net`) through
 the memory of S, those of writes (`later`) through that of R' in 16 bits.
 
-Barriers, of round i = 0, 1, ... (chunk n - 1 - i), `x` of a stage, s = i % 2; phases as in gla_forward.py::
+Barriers, of round i = 0, 1, ... (chunk n - 1 - i), `x` of a stage, s = i % 2; phases as in ring.py::
 
     has_x, has_v, has_do, has_S    copy engine -> who reads first     its bytes have come
     hat                            transformer -> multiplier          q', k', factors are in place
@@ -103,19 +103,8 @@ from .tiles import LOG2E, add, behind, box, keep_rows, scaled, store_box, store_
 from .tiles import which_segment as which_segment_of_warps
 
 
-class Boxes(NamedTuple):
-    """The tensors that the copy engine brings."""
-
-    q: object
-    k: object
-    v: object
-    g: object
-    do: object
-    S: object
-
-
 class Tiles(NamedTuple):
-    """Their tiles in shared memory: two of q, k and g."""
+    """The tensors that the copy engine brings, as boxes; or their tiles in shared memory, two of q, k and g."""
 
     q: object
     k: object
@@ -521,7 +510,7 @@ def unwind(
     )
     fence_async_shared()
 
-    boxes = Boxes(q, k, v, g, do, S)
+    boxes = Tiles(q, k, g, v, do, S)
     tiles = Tiles(all_q, all_k, all_g, t_v, t_do, turns_S.index(0))
     sides = Sides(factors, flags, net, later, kept)
     gl.warp_specialize(

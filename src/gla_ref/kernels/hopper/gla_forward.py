@@ -32,24 +32,19 @@ multiplies it by `last`::
 
 2^n is e^b of the first token, rounded down to a power of 2: float16 is too small for q e^b itself.
 
-The roles meet at barriers in shared memory, three for each of STAGES stages::
+The roles meet at barriers in shared memory, three for each of STAGES stages, in the order of ring.py with chunks for
+rounds::
 
-    empty   multiplier -> loader        nobody reads the stage any more
-    ready   copy engine -> transformer  its bytes have come
+    ready   copy engine -> transformer  the stage's bytes have come
     hat     transformer -> multiplier   q', k', factors are in place
-
-*Why nobody waits for ever.* All roles walk over the same chunks i = 0, 1, ... n - 1. Chunk i lies in stage i % STAGES,
-and its round is j = i // STAGES. A barrier expects one arrival a round, which ends its phase; wait(bar, p) returns if
-the last phase that ended has parity p. In a fresh barrier that is phase -1, of parity 1. Roles wait at `ready` and
-`hat` for phase j, of parity j & 1. The loader waits at `empty` for the phase of the round before, which for j = 0 is
-over already. No role can be two rounds ahead, because a round goes through all three barriers.
+    empty   multiplier -> loader        the multiplier has read the stage
 
 *Arrivals.* One thread arrives for its role. Before that the compiler lets all warps of the role meet (`bar.sync`), and
 `make compile` checks that it does.
 
-Gates in float32 are twice as large, and have one tile instead of one a stage. `taken` (transformer -> loader) has one
-arrival a chunk: phase i is that of chunk i, and before it asks for the gates of chunk i the loader waits for phase
-i - 1, of parity (i & 1) ^ 1. It does so last, when the chunk's other tiles are on their way.
+Gates in float32 are twice as large, and have one tile instead of one a stage. Its barrier `taken` (transformer ->
+loader), after `ready` in the order above, has one stage: before it asks for the gates of chunk i the loader waits for
+phase i - 1, of parity (i & 1) ^ 1. It does so last, when the chunk's other tiles are on their way.
 
 *Barriers own their bytes.* Between `init` and `invalidate` the hardware may write a barrier's state to its bytes at any
 time, while Gluon gives bytes away after the last use that it sees in the program. A barrier that no role waits for
@@ -86,23 +81,14 @@ from .tiles import LOG2E, box, keep_rows, operand, scaled, store_box, store_rows
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32, so this gate stands for all below, -inf too
 
 
-class Boxes(NamedTuple):
-    """The tensors that the copy engine brings or takes."""
-
-    q: object  # None in a walk that makes no o; o is None then too
-    k: object
-    v: object
-    g: object
-    o: object
-
-
-class Stages(NamedTuple):
-    """Their tiles in shared memory, of several chunks."""
+class Tiles(NamedTuple):
+    """The tensors that the copy engine brings or takes, as boxes; or their tiles in shared memory, of each stage."""
 
     q: object  # None in a walk that makes no o
     k: object
     v: object
     g: object
+    o: object = None  # of boxes only
 
 
 class Barriers(NamedTuple):
@@ -399,7 +385,7 @@ def walk(
     halves.store(gl.full([C, 16], 0.5, signs.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
     fence_async_shared()
 
-    boxes, stages = Boxes(q, k, v, g, o), Stages(all_q, all_k, all_v, all_g)
+    boxes, stages = Tiles(q, k, v, g, o), Tiles(all_q, all_k, all_v, all_g)
     bars = Barriers(empty, ready, hat, taken)
     gl.warp_specialize(
         [
