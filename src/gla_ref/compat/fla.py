@@ -223,8 +223,8 @@ def fused_recurrent_gla(
     state_v_first=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
     """Call :func:`chunk_gla` with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
-    _refuse(reverse=reverse)
-    rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(state_v_first, **kwargs)
+    state_v_first = _state_v_first(state_v_first, reverse=reverse, **kwargs)
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
     if gk is None and gv is None:
         return _ours("linear_attention", (q, k, v), *rest)
     gk = q.new_zeros(()).expand(q.shape) if gk is None else gk
@@ -287,10 +287,8 @@ def fused_recurrent_simple_gla(
     state_v_first=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
     """Call :func:`chunk_simple_gla`."""
-    _refuse(reverse=reverse)
-    state_v_first = _state_v_first(state_v_first, **kwargs)
-    tail = scale, initial_state, output_final_state, state_v_first, cu_seqlens
-    return chunk_simple_gla(q, k, v, g, g_gamma, *tail)
+    state_v_first = _state_v_first(state_v_first, reverse=reverse, **kwargs)
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
 
 
 def fused_chunk_linear_attn(
@@ -385,9 +383,9 @@ def fused_recurrent_delta_rule(
     q, k, v, beta=None, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
     cu_seqlens=None,
 ):  # fmt: skip
-    """Call the kernel of :func:`chunk_delta_rule`; without beta, write strengths are 1."""
-    rest = scale, initial_state, output_final_state, cu_seqlens
-    return _delta("delta_rule", q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
+    """Call :func:`chunk_delta_rule`; without beta, write strengths are 1."""
+    rest = scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+    return chunk_delta_rule(q, k, v, beta, *rest)
 
 
 def chunk_gated_delta_rule(
@@ -440,12 +438,11 @@ def fused_recurrent_gated_delta_rule(
 
     With `gk`, log gates for channels `[B, T, HV, K]`, alone or added to g, this is KDA.
     """
-    _refuse(gv=gv)
+    state_v_first = _state_v_first(state_v_first, gv=gv, **kwargs)
     g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias)
     mechanism = "kda" if gk is not None else "delta_rule" if g is None else "gated_delta_rule"
     if gk is not None:
         g = gk if g is None else g[..., None] + gk
-    state_v_first = _state_v_first(state_v_first, **kwargs)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
     return _delta(mechanism, q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
