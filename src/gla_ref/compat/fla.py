@@ -23,24 +23,10 @@ from torch import Tensor
 
 from .. import FORMS
 from ..gates import softplus_gate
-from .libraries import FUNCTIONS, function
+from .libraries import FROM_FLA, FUNCTIONS, function
 
-COMPUTES = {  # functions of fla, and their mechanisms
-    "chunk_gla": "gla",
-    "fused_recurrent_gla": "gla",
-    "chunk_simple_gla": "simple_gla",
-    "fused_chunk_simple_gla": "simple_gla",
-    "fused_recurrent_simple_gla": "simple_gla",
-    "chunk_linear_attn": "linear_attention",
-    "fused_chunk_linear_attn": "linear_attention",
-    "fused_recurrent_linear_attn": "linear_attention",
-    "chunk_delta_rule": "delta_rule",
-    "fused_recurrent_delta_rule": "delta_rule",
-    "chunk_gated_delta_rule": "gated_delta_rule",
-    "fused_recurrent_gated_delta_rule": "gated_delta_rule",
-    "chunk_kda": "kda",
-    "fused_recurrent_kda": "kda",
-}
+# functions of fla, and their mechanisms: all its kernels but one, which has no states
+COMPUTES = {it.name: it.mechanism for it in FROM_FLA if it.devices == ("cuda",) and "initial_state" in it.takes}
 __all__ = [*COMPUTES, "Installed", "install", "mechanism", "theirs"]
 
 

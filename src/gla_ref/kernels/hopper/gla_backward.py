@@ -11,9 +11,8 @@ b as in gla_forward.py::
                   + sum over j < t of k'_j (v R'^T)_j + sum_v e^(2 r) S R)                      (4)
     R  <- e^r (R' + q'^T do)                                                                    (5)
 
-(4) counts the paths that cross token t, as portable/gla_gradient.py does. A pair i = j crosses nothing, and adds
-the same to both sides of the difference; it is left out of dP, so that it need not cancel: beside g = -20 its rounding
-would be all that is left. Reference: :mod:`gla_ref.gradients.gla`.
+(4) counts the paths that cross token t, as portable/gla_gradient.py does, which says why pairs i = j stay apart.
+Reference: :mod:`gla_ref.gradients.gla`.
 
 First `walk` of gla_forward.py stores the state before each chunk in 16 bits (k, v, g in: 5 units, of one tensor's
 bytes). Then `unwind` goes from the last chunk to the first (q, k, v, g, do, states in; dq, dk, dv, dg out: 11 units).

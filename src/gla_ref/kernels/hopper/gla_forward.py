@@ -18,19 +18,9 @@ three roles, each with warps of its own, which work on different chunks at the s
     transformer   4 warps    (1) of q and k, in place; the state's factors; is the chunk strong?
     multiplier    4 or 8     (2) and (3): four products (WGMMA), the state in its registers; o out by TMA
 
-*Strong chunks.* A chunk is strong if the gates of some channel sum to less than LIMIT. In all its channels q then
-decays from the chunk's start and k to its end, so that no exponent is above 0. The multiplier leaves out the chunk's
-pairs, the transformer sets a flag, and `mend` of the portable file adds the pairs.
-
-*Factors of the state.* The multiplier multiplies S by `first`, reads it, multiplies it by `through`, writes to it and
-multiplies it by `last`::
-
-                              q'              k'               first    through          last
-    mild chunk                q e^(b - r)     k e^(r - b)      e^r      1                e^r
-    strong chunk              q e^b           k e^(b_C - b)    1        e^(b_C)          1
-    strong chunk, float16     q e^b / 2^n     k e^(b_C - b)    2^n      e^(b_C) / 2^n    1
-
-2^n is e^b of the first token, rounded down to a power of 2: float16 is too small for q e^b itself.
+*Strong chunks.* A chunk is strong if the gates of some channel sum to less than LIMIT. The factors of q, k and S are
+those of `chunk_decays` in portable/gla_forward.py, but a strong chunk has the strong ones in all its channels. The
+multiplier leaves out the chunk's pairs, the transformer sets a flag, and `mend` of the portable file adds the pairs.
 
 The roles meet at barriers in shared memory, three for each of STAGES stages, in the order of ring.py with chunks for
 rounds::
@@ -201,7 +191,7 @@ def transformer(
             # r through shared memory, to have it in the layout of x's columns; `first` overwrites it below
             all_factors.index(2 * s).store(r * LOG2E)
             half = all_factors.index(2 * s).load(gl.SliceLayout(0, of_x))  # [BK]
-            shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, of_x))  # n of 2^n
+            shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, of_x))  # s of 2^s in `chunk_decays`
             if FLOAT16:
                 top = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half  # b of the first token, which no other exceeds
                 shift = gl.floor(gl.maximum(top, -100.0))  # float32 has 2^-100
@@ -254,7 +244,7 @@ def multiplier(
         b_k = stages.k.index(s).reshape([C, BK])
         b_v = stages.v.index(s).reshape([C, BV])
         is_strong = gl.sum(strong_tiles.index(s).load(one_number), 0)  # 0 or 1
-        # mild: first = last = e^r. strong: first = last = 1, through = e^(b_C); float16: the module's table
+        # mild: first = last = e^r. strong: first = last = 1, through = e^(b_C); in float16 first = 2^s
         first = all_factors.index(2 * s).load(gl.SliceLayout(1, of_S))
         last = first
         if q is not None:
