@@ -9,10 +9,7 @@ warps::
     loader    asks the copy engine (TMA) for q, k, v, T, P of a chunk           waits for `done`
     walker    (2) and (3) for BV columns of V; S in its registers; o out        waits for `ready`
 
-Barriers, in the order of ring.py, with chunks for rounds::
-
-    ready    copy engine -> walker    the announced bytes    the chunk is there
-    done     walker -> loader         1 arrival              the chunk has been read
+`Barriers` has the kinds of barriers in the order of ring.py; a round is a chunk.
 
 *Segments.* A segment maps the state S to M S + X (portable/delta_forward.py). `walk` without q, P and o makes X
 and M, BV columns per program: X from a state of zeros, M from the columns of the unit matrix with values of zero, since
@@ -72,8 +69,8 @@ class Tiles(NamedTuple):
 class Barriers(NamedTuple):
     """Who waits for whom, one of each for each stage."""
 
-    ready: object  # the walker: until the copies have come
-    done: object  # the loader: until the walker has read a stage
+    ready: object  # copy engine -> walker: the chunk has come
+    done: object  # walker -> loader: the chunk has been read
 
 
 @gluon.jit

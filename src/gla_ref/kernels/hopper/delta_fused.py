@@ -6,16 +6,8 @@ Equations (1) to (3) are those of delta_chunk.py. A program owns a value head of
     solver    four warps      (1)                                        waits for `keys`, `gated`, `ready`
     walker    V / 16 warps    (2) and (3); S in its registers; o out     waits for `keys`, `ready`, `solved`
 
-The solver works a chunk ahead of the walker, so everything of a chunk has two stages. Chunk c lies in stage s = c % 2,
-and its round is j = c // 2. Each stage has five barriers::
-
-    keys      copy engine -> solver, walker    the announced bytes    k is there: the solver needs no more to begin
-    ready     copy engine -> solver, walker    the announced bytes    q and v are there
-    gated     loader -> solver                 1 arrival              strengths, sums of gates and decays are there
-    solved    solver -> walker                 1 arrival              T and P are there, and so are the decays
-    done      walker -> loader                 1 arrival              everything of c has been read
-
-This is the order of ring.py, with chunks for rounds.
+The solver works a chunk ahead of the walker, so everything of a chunk has two stages: chunk c lies in stage c % 2.
+Each stage has the five `Barriers`, in the order of ring.py; a round is a chunk.
 
 *Nothing is overwritten too early*: the solver, once past `keys` of c, knows that the walker is done with c - 2. Its
 own products have read q and k before it arrives at `solved`.
@@ -90,11 +82,11 @@ class Tiles(NamedTuple):
 class Barriers(NamedTuple):
     """Who waits for whom, one of each for each stage."""
 
-    keys: object  # solver and walker: until k has come
-    ready: object  # solver and walker: until q and v have come
-    gated: object  # the solver: until the loader has stored the rows of `gates`
-    solved: object  # the walker: until T and P are made
-    done: object  # the loader: until the walker has read the chunk
+    keys: object  # copy engine -> solver, walker: k has come, and the solver needs no more to begin
+    ready: object  # copy engine -> solver, walker: q and v have come
+    gated: object  # loader -> solver: strengths, sums of gates and decays are stored
+    solved: object  # solver -> walker: T and P are made, and the decays are there
+    done: object  # walker -> loader: everything of the chunk has been read
 
 
 @gluon.jit

@@ -1,11 +1,7 @@
 """The first launch of delta_ahead.py and delta_backward.py: all of a chunk that needs no state (chapters 20 and 23).
 
-That is (1) of delta_chunk.py, with b the running sum of a chunk's gates and E_ij = e^(b_i - b_j) for j <= i, 0 above::
-
-    N = -tril(beta_i (k_i k_j^T) E_ij, -1)     P = (q k^T) * E     Y = (I - N)^-1
-
-`solve` has a program for each chunk of a value head. It makes T = Y diag(beta) for delta_ahead.py, Y - I for a
-gradient, whose walks add what I multiplies themselves.
+That is P of (1) in delta_chunk.py and, with Y = (I - N)^-1, either T = Y diag(beta) for delta_ahead.py, or Y - I for a
+gradient, whose walks add what I multiplies themselves. `solve` has a program for each chunk of a value head.
 
 A program has one role of four warps. The copy engine brings q and k while they make the decays; they wait at `ready`,
 once, and nobody waits for them. When products have read q and k, the inverse (delta_inverse.py) takes their bytes.

@@ -29,16 +29,8 @@ k', dg into that of g. The sums of (4) are over rows, which lie in many threads 
 the transformer (a channel each), so their terms cross over in float32: those of pairs and reads (`net`) through
 the memory of S, those of writes (`later`) through that of R' in 16 bits.
 
-Barriers, of round i = 0, 1, ... (chunk n - 1 - i), `x` of a stage, s = i % 2; phases as in ring.py::
-
-    has_x, has_v, has_do, has_S    copy engine -> who reads first     its bytes have come
-    hat                            transformer -> multiplier          q', k', factors are in place
-    has_later                      multiplier -> transformer          `later` is written: v R'^T is done with R'
-    has_net                        multiplier -> transformer          `net`, dq', dk' are written: all products are done
-    free_x                         transformer -> loader              dq, dk, dg have left the stage
-    free_v, free_do                multiplier -> loader               dv has left v; the products have read do
-    free_S                         transformer -> loader              `net` has been read
-    free_R                         transformer -> multiplier          `later` has been read
+The roles meet at `Barriers`, in rounds i = 0, 1, ... (chunk n - 1 - i); phases are counted as in ring.py, and what
+belongs to a stage lies in stage i % 2.
 
 *Why nobody waits for ever.* The loader asks for x of round 0, then for v, do, S of round i and x of round i + 1; the
 transformer makes `hat` of round i + 1, then finishes round i. Each waits only for what comes earlier in these orders.
@@ -126,18 +118,18 @@ class Sides(NamedTuple):
 class Barriers(NamedTuple):
     """Who waits for whom: `has` until tiles are filled, `free` until they may be filled again."""
 
-    has_x: object  # the transformer: q, k, g of a stage
-    has_v: object  # the multiplier, as the next two
+    has_x: object  # copy engine -> transformer: q, k, g of a stage have come
+    has_v: object  # copy engine -> multiplier, as the next two
     has_do: object
     has_S: object
-    hat: object  # the multiplier: q' and k' of a stage
-    has_later: object  # the transformer; None without dg
-    has_net: object  # the transformer
-    free_x: object  # the loader, as the next three
-    free_v: object
-    free_do: object
-    free_S: object
-    free_R: object  # the multiplier: `later` has been read; None without dg
+    hat: object  # transformer -> multiplier: q', k' and factors of a stage are in place
+    has_later: object  # multiplier -> transformer: v R'^T is done with R', `later` is written; None without dg
+    has_net: object  # multiplier -> transformer: all products are done, `net`, dq', dk' are written
+    free_x: object  # transformer -> loader: dq, dk, dg have left the stage
+    free_v: object  # multiplier -> loader: dv has left v
+    free_do: object  # multiplier -> loader: the products have read do
+    free_S: object  # transformer -> loader: `net` has been read
+    free_R: object  # transformer -> multiplier: `later` has been read; None without dg
 
 
 @gluon.jit

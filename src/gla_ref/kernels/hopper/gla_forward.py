@@ -22,12 +22,8 @@ three roles, each with warps of its own, which work on different chunks at the s
 those of `chunk_decays` in portable/gla_forward.py, but a strong chunk has the strong ones in all its channels. The
 multiplier leaves out the chunk's pairs, the transformer sets a flag, and `mend` of the portable file adds the pairs.
 
-The roles meet at barriers in shared memory, three for each of STAGES stages, in the order of ring.py with chunks for
-rounds::
-
-    ready   copy engine -> transformer  the stage's bytes have come
-    hat     transformer -> multiplier   q', k', factors are in place
-    empty   multiplier -> loader        the multiplier has read the stage
+The roles meet at barriers in shared memory (`Barriers`), three for each of STAGES stages. In the order of ring.py, with
+chunks for rounds, they are `ready`, `hat`, `empty`.
 
 *Arrivals.* One thread arrives for its role. Before that the compiler lets all warps of the role meet (`bar.sync`), and
 `make compile` checks that it does.
