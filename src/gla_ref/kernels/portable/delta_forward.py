@@ -89,6 +89,14 @@ def diagonal(A, n: tl.constexpr):
 
 
 @triton.jit
+def quarter(x, row: tl.constexpr, column: tl.constexpr):
+    """The quarter [m, n, n] of blocks [m, 2, n, 2, n] in this half of the rows and this half of the columns."""
+    half = tl.arange(0, 2)
+    kept = (half[None, :, None, None, None] == row) & (half[None, None, None, :, None] == column)
+    return tl.sum(tl.sum(tl.where(kept, x, 0.0), 3), 1)
+
+
+@triton.jit
 def multiplied(x, y):
     """x y of blocks [m, n, n], in float32."""
     if x.shape[0] == 1:
@@ -108,9 +116,9 @@ def merged(Y, A):
     b_Y = tl.reshape(Y, [m, 2, n, n])
     b_1 = tl.sum(tl.where(half[None, :, None, None] == 0, b_Y, 0.0), 1)  # [m, n, n]
     b_2 = tl.sum(tl.where(half[None, :, None, None] == 1, b_Y, 0.0), 1)  # [m, n, n]
+    b_21 = quarter(tl.reshape(diagonal(A, 2 * n), [m, 2, n, 2, n]), 1, 0)
+    b_21 = -multiplied(b_2, multiplied(b_21, b_1))
     row, column = half[None, :, None, None, None], half[None, None, None, :, None]
-    b_21 = tl.where((row == 1) & (column == 0), tl.reshape(diagonal(A, 2 * n), [m, 2, n, 2, n]), 0.0)
-    b_21 = -multiplied(b_2, multiplied(tl.sum(tl.sum(b_21, 3), 1), b_1))
     b = tl.where(row == 0, b_1[:, None, :, None, :], b_2[:, None, :, None, :])
     b = tl.where(row == column, b, tl.where(row > column, b_21[:, None, :, None, :], 0.0))  # [m, 2, n, 2, n]
     return tl.reshape(b, [m, 2 * n, 2 * n])
