@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from cases import in_process
-from experiment_runs import stand_in_for_fla
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -24,7 +23,6 @@ from contenders import CONTENDERS
 from gla_ref import FORMS, results
 from gla_ref.check import MECHANISMS, oracle
 from gla_ref.check._emulate import Attend
-from gla_ref.experiments import throughput
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -302,41 +300,27 @@ def test_a_share_whose_kernel_is_too_large_goes_on_with_the_next_shape(monkeypat
     """fla launches the configuration that the share takes for the best, even if no configuration of the share fits."""
     from triton.runtime.errors import OutOfResources
 
-    def model_once(name):
-        raise OutOfResources(237568, 232448, "shared memory")
-
     called = []
+
+    def operator_once(name):
+        if name == "64/64":
+            raise OutOfResources(237568, 232448, "shared memory")
+        called.append(name)
+
     monkeypatch.setattr(compile_peers, "share", lambda *pieces: called.append(pieces))
-    monkeypatch.setattr(compile_peers, "model_once", model_once)
-    monkeypatch.setattr(compile_peers, "operator_once", called.append)
+    monkeypatch.setattr(compile_peers, "operator_once", operator_once)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", "compile_peers DIR --shapes 340M 128/128 --jobs 14 --piece 3".split())
+    monkeypatch.setattr(sys, "argv", "compile_peers DIR --shapes 64/64 128/128 --jobs 14 --piece 3".split())
     compile_peers.main()
     assert called == [(3, 14), "128/128"]
     said = capsys.readouterr().out
-    assert said.startswith("share 3 of 14 ends 340M early: ") and "Required: 237568" in said and said.count("\n") == 1
+    assert said.startswith("share 3 of 14 ends 64/64 early: ") and "Required: 237568" in said and said.count("\n") == 1
 
 
 def test_peers_shapes_are_those_of_the_suite():
     found = {(c.B, c.H, c.K, c.V) for c in compile_peers.shapes().values()}
     heads = {(1, H, 128, 128) for H in (12, 16, 24)}  # of KDA
     assert found == {(c.B, c.H, c.K, c.V) for c in suites.SUITES["gla"]()} | {(2, 4, 64, 64)} | heads
-
-
-def test_a_step_of_peers_model_is_compiled_at_every_length(monkeypatch):
-    """One layer of it, and the operator, which the experiment times apart."""
-    called, made = stand_in_for_fla(monkeypatch), []
-    model_and_loss = throughput.model_and_loss
-
-    def counted(who, config, *rest):
-        model, loss = model_and_loss(who, config, *rest)
-        made.append((who, config.num_hidden_layers))
-        return model, lambda tokens: called.append(f"step of {tokens.shape[1]}") or loss(tokens)
-
-    monkeypatch.setattr(throughput, "model_and_loss", counted)
-    compile_peers.model_once("tiny", "cpu", throughput.Settings.tiny())
-    assert made == [("fla", 1)]
-    assert called == ["checkpointing", "step of 16", "chunk_gla", "step of 32", "chunk_gla"]
 
 
 def test_new_tests_of_a_version_replace_those_of_the_same_files():

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     alone = jobs == 1
-    steps = sum((each.training.steps if each.training else len(settings.lengths)) for each in waiting)
+    steps = sum(each.training.steps for each in waiting)
     total, unit = (steps, "step") if alone else (len(waiting), "run")
     with tqdm(total=total, unit=unit, dynamic_ncols=True, disable=None) as bar:  # None: without a terminal
         if alone:

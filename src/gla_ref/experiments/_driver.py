@@ -75,7 +75,7 @@ def do(run: Run, place: Place, file: Path) -> dict | Exception | None:
 def keep(run: Run, found: dict, file: Path, place: Place) -> dict:
     """Write a run's record into the file of its experiment, beside those of other settings; remove its checkpoint."""
     gpu = torch.cuda.get_device_name(place.device) if torch.device(place.device).type == "cuda" else None
-    environment = results.environment(gpu, ["flash-linear-attention"] if run.experiment == "throughput" else None)
+    environment = results.environment(gpu)
     record = {"name": run.name, "about": run.about, "run": run.fingerprint(), **found, "environment": environment}
     results.merge(file, environment, run.experiment, [record], ("name", "run"))
     run.file(place.folder, ".pt").unlink(missing_ok=True)
@@ -209,7 +209,7 @@ def carry_out_all(
     outcome = Outcome()
     with interruptible() as interrupt:
         place = replace(place, interrupt=interrupt)
-        own_rate = [run for run in runs if run.training is None or run.training.learning_rate is not None]
+        own_rate = [run for run in runs if run.training.learning_rate is not None]
         stages = [own_rate, *[None] * MORE, [run for run in runs if run not in own_rate]]
         for stage in stages:
             stage = further_trials(runs, file) if stage is None else stage

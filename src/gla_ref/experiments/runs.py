@@ -101,7 +101,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
-    """One model to train, or one thing to measure.
+    """One model to train.
 
     Attributes:
         experiment: its key in :data:`gla_ref.experiments.EXPERIMENTS`.
@@ -110,7 +110,7 @@ class Run:
             chosen, "stage" ("rate" or "main") and "group", whose runs share one.
         settings: of the experiment.
         model: the model's sizes.
-        training: how it is trained; None where nothing is learned.
+        training: how it is trained.
         tokens: of one step.
     """
 
@@ -119,15 +119,13 @@ class Run:
     about: dict
     settings: object
     model: Config
-    training: Training | None
+    training: Training
     tokens: int
 
     def fingerprint(self) -> dict:
         """All that the run's numbers depend on, as JSON has it: equal fingerprints, equal numbers."""
         parts = {"about": self.about, "tokens": self.tokens}
-        for name in ("settings", "model", "training"):
-            x = getattr(self, name)
-            parts[name] = None if x is None else dataclasses.asdict(x)
+        parts |= {name: dataclasses.asdict(getattr(self, name)) for name in ("settings", "model", "training")}
         return json.loads(json.dumps(parts))
 
     def file(self, folder: Path, suffix: str) -> Path:
