@@ -14,7 +14,6 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import check_peers
 import compile_peers
-import first as first_kernels
 import run
 import suites
 import versions
@@ -327,25 +326,3 @@ def test_new_tests_of_a_version_replace_those_of_the_same_files():
     old = {"tests": {"a.py b.py": 1, "c.py": 2}, "stress": True}
     assert versions.update(old, {"tests": {"b.py": 3}}) == {"tests": {"c.py": 2, "b.py": 3}, "stress": True}
     assert versions.update(old, {"stress": False}) == {**old, "stress": False}
-
-
-def test_first_kernels_are_checked_and_timed(tmp_path, monkeypatch):
-    from gla_ref.kernels import find_device
-
-    if find_device().device == "cuda":
-        pytest.skip("stands in for a GPU")
-    out = tmp_path / "first.json"
-    monkeypatch.setattr(sys, "argv", ["first.py", "--out", str(out)])
-    for name, value in (("N", 1000), ("ROWS", (3, 100)), ("DEVICE", "cpu")):
-        monkeypatch.setattr(first_kernels, name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(run, "ceilings", lambda: {"copy_gb_s": 1e3})
-    monkeypatch.setattr(run, "median_ms", lambda calls: (calls[0](), (0.5, []))[1])
-    first_kernels.main()
-    floors = {(r["kernel"], r["contender"]): r["floor_ms"] for r in results.read(out, "first")}
-    assert len(floors) == 5 and floors["add", "page"] == pytest.approx(12e3 / 1e9)
-    assert floors["softmax", "three lines"] == pytest.approx(8 * 300 / 1e9)
-    monkeypatch.setattr(first_kernels, "softmax_in_pytorch", torch.exp)
-    with pytest.raises(SystemExit, match="expected softmax of three lines to be right"):
-        first_kernels.main()

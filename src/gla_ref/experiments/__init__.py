@@ -16,22 +16,11 @@ tiny settings on a CPU.
 """
 
 from . import ablations, language, mqar
-from ._report import Interval, by_speech, compare, holm, interval, paired, results_of, table, welch
+from ._report import Interval, holm, interval, results_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
 #: :meta hide-value:
 EXPERIMENTS = {"mqar": mqar, "language": language, "ablations": ablations}
 
-__all__ = [
-    "EXPERIMENTS",
-    "Interval",
-    "by_speech",
-    "compare",
-    "holm",
-    "interval",
-    "paired",
-    "results_of",
-    "table",
-    "welch",
-]
+__all__ = ["EXPERIMENTS", "Interval", "holm", "interval", "results_of", "table", "welch"]
