@@ -46,8 +46,10 @@ class Choice:
         return f"{self.rate:g}{edge}{'' if self.learned else ', where nothing was learned'} ({tried})"
 
 
-def with_trials(experiment: str, settings, columns: dict[str, tuple[dict, Config]], seeds: int, evaluations: int = 1):
-    """First the trials of every group, which are as its first run but for rate, steps, seed and data; then all runs.
+def with_trials(
+    experiment: str, settings, columns: dict[str, tuple[dict, Config]], seeds: int, evaluations: int = 1
+) -> list[Run]:
+    """First the trials of every group, which are as its runs but for rate, steps, seed and data; then all runs.
 
     Args:
         columns: by the name of the runs, without seeds: what tells them from others, "group" among it, and the model.
