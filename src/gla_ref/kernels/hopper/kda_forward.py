@@ -240,6 +240,12 @@ def prepared(
         (*(box(x, C.value, 64) for x in (k_til, W, U, P)), d_T), through, strong, shared.cu,
         N=shared.N, T=shared.T, HV=shared.H, G=shared.G, K=K, V=V, LEAST=LEAST,
     )
+    return boxes_of(q_hat, k_til, W, U, P, through)
+
+
+def boxes_of(q_hat: Spec, k_til: Spec, W: Spec, U: Spec, P: Spec, through: Spec) -> tuple[Box, ...]:
+    """What `prepare` makes, as boxes of a walk."""
+    K = W.shape[3]
     widths = (q_hat, K), (k_til, K), (W, K), (U, BV.value), (P, C.value)
     return *(box(x, C.value, width) for x, width in widths), boxed(through, 1, K)._replace(layout=ROW)
 
@@ -278,7 +284,16 @@ def plan_forward(hardware: Hardware, call) -> Plan:
 
 
 def plan_maps(hardware: Hardware, call) -> Plan:
-    """(X, M, reads) of `launch_maps`."""
+    """(X, M, reads) of `launch_maps`, and all that `plan_resumed` takes."""
     shared = delta_chunk.begin(hardware, call)
-    launch_walk = launcher(shared, prepared(shared, *call[:5]))
-    return shared.draft.plan("hopper", *delta_ahead.launch_maps(shared, launch_walk, call.k, BV.value, call.reads))
+    made = prepared(shared, *call[:5])
+    maps = delta_ahead.launch_maps(shared, launcher(shared, made), call.k, BV.value, call.reads)
+    return shared.draft.plan("hopper", *maps, *(x.tensor for x in made))
+
+
+def plan_resumed(hardware: Hardware, call) -> Plan:
+    """(o, final state) of a call whose chunks `plan_maps` has prepared, in one go."""
+    shared, made = delta_chunk.begin(hardware, call), boxes_of(*call[6:12])
+    o, S_T = shared.draft.like("o", call.v), shared.draft.like("S_T", call.initial_state)
+    launcher(shared, made)(shared.T + 1, shared.V, shared.S_in, S_T, o)
+    return shared.draft.plan("hopper", o, S_T)

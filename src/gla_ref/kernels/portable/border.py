@@ -201,17 +201,18 @@ def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = Fa
 
 def written(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float, reads: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
     """Find X and M; arguments as in :func:`gla_ref.kernels.kda.kda`, and a g for heads or none.
 
     Returns:
-        X, float32 `[B, HV, K, V]`; M, float32 `[B, HV, K, K]`; and with `reads` what each token reads of each row of
-        the state on the left, `[B, T, HV, K]` in the dtype of v, else None. Not differentiable.
+        X, float32 `[B, HV, K, V]`; M, float32 `[B, HV, K, K]`; with `reads` what each token reads of each row of the
+        state on the left, `[B, T, HV, K]` in the dtype of v, else None; and what a walk of the same tokens by
+        `Resume` of kernels/kda.py need not prepare again, or no tensors. Not differentiable.
     """
-    X, M, o = _written(Written(q, k, v, g, beta, scale, reads))
+    X, M, o, *made = _written(Written(q, k, v, g, beta, scale, reads))
     if M is None:
         X, M = X.split((v.shape[3], k.shape[3]), -1)
-    return X, M, o
+    return X, M, o, made
 
 
 def composed(X: Tensor, M: tuple[Tensor], tag: float, backwards: bool = False) -> Tensor:
