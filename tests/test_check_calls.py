@@ -14,6 +14,7 @@ from cases import thin
 
 from gla_ref import FORMS, check
 from gla_ref.check import Case
+from gla_ref.check._cases import BY_CHUNKS
 from gla_ref.check._claims import Claim
 from gla_ref.check._examine import INSIDE, Examiner, reproduction
 from gla_ref.check._kernel import SECONDS, Convention, Kernel
@@ -47,6 +48,10 @@ KINDS = {  # calls that a kernel may treat apart
     "the tail of a tile of 128 keys": lambda c: c.K > 128,
     "a split of 128 keys past the fourth chunk": lambda c: c.K == 128 and c.T > 256,
     "a split of 128 keys in a pack": lambda c: c.K == 128 and c.ends,
+    "one packed sequence with a state": lambda c: len(c.ends or ()) == 2 and c.state,
+    "a state of many channels in a pack": lambda c: c.ends and c.state and c.K > 32,
+    "more than 8 heads with a state": lambda c: 8 < c.H < 16 and c.state and c.T > 128,
+    "strong gates and keys by sixteens": lambda c: c.gate == BY_CHUNKS and c.K % 16 == 0 and not c.ends,
     "K = V and whole chunks": lambda c: c.K == c.V and c.T % 64 == 0,
     "views of one tensor": lambda c: c.strides == "fused",
     "boundaries of int64": lambda c: c.ends and c.index == "int64",
@@ -56,7 +61,7 @@ KINDS = {  # calls that a kernel may treat apart
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_kind_of_call_is_left_out(name):
-    assert any(map(KINDS[name], check.cases("linear_attention")))
+    assert any(map(KINDS[name], check.cases("gla")))
 
 
 class Unlike(torch.autograd.Function):

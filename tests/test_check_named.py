@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import fresh_kernels
 import pytest
 import wrong_kernels
 from cases import thin
@@ -34,7 +35,6 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
     "the gradient of the final state ignored": "gradient of the final state ignored",
     "the gradient of the state not decayed between chunks": "gradient of the state not decayed from chunk to chunk",
     "the final state is that before the last chunk": "final state without the last chunk",
-    "states cached between calls by their shape": "",
     "the gate's gradient summed over the whole sequence": (
         "gate's gradient summed to the end of the sequence, not of a chunk"
     ),
@@ -46,22 +46,11 @@ NAMES = {  # of each kernel, what the report says it behaves like; nothing, wher
     "a strict mask in the pairs": "mask strict instead of inclusive: a token does not see itself",
     "the last partial chunk never runs": "tail chunk lost",
     "boundaries of packed sequences one token late": "boundaries of packed sequences one token too late",
-    "whole tiles of 32 columns of V only": "",
     "at most 64 channels of K": "channels of K beyond the first 64 left out",
-    "gates of batch and head taken apart in the wrong order": "",
     "the gate of the head before": "",
-    "k read with the strides of q": "",
-    "v read as if contiguous": "",
     "divided by the sum of the weights": (
         "o divided by a number that every token has of its own, such as a sum of its weights"
     ),
-    "dk and dv read the state of earlier tokens": "",
-    "from the third chunk on channels of keys beyond 64 are those of the chunk before": "",
-    "packed sequences: channels of the initial state beyond 32 taken for 0": "",
-    "one packed sequence goes another way, without its initial state": "",
-    "more than 8 heads: the initial state of head h mod 8": "",
-    "more than 8 heads: the state of head h mod 8 from the second chunk on": "",
-    "pairs as a ratio where K is a multiple of 16": "",
 }
 PARTLY = ", only ", ", but not in ", " of another head: "  # parts of names that do not explain all
 QUICK = {
@@ -135,7 +124,7 @@ def test_a_term_and_an_earlier_call_are_named(name):
 
 
 def test_a_tail_that_is_left_out_has_a_bound():
-    mechanism, fn = wrong_kernels.KERNELS["whole tiles of 32 columns of V only"]
+    mechanism, fn, _ = fresh_kernels.WRONG["last_value_columns_forgotten"]
     said = " ".join(str(check.kernel(mechanism, fn, only="wide")).split())
     assert "66 and 67 channels of values, right with 32 and 64" in said
 

@@ -15,7 +15,6 @@ class Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kernel, ends, scale, q, k, v, g, S):
-        q, k, v, g = kernel.read_memory(q, k, v, g)
         o, finals, states = torch.zeros_like(v), torch.empty_like(S), []
         for at, n in kernel.sequences(q, ends):
             one = (x[at].transpose(1, 2) for x in (q, k, v, g))
@@ -51,10 +50,6 @@ class GLA:
         N = B if ends is None else len(ends) - 1
         S = q.new_zeros(N, H, K, v.shape[-1]) if initial_state is None else initial_state
         return Run.apply(self, ends, K**-0.5 if scale is None else scale, q, k, v, g, S)
-
-    def read_memory(self, *tokens):
-        """Tokens as they are found where they lie."""
-        return tokens
 
     def sequences(self, q, ends):
         """Where the tokens of each sequence lie, and its state."""
@@ -334,29 +329,6 @@ class _(GLA):
         return states[max(0, len(states) - 2)]
 
 
-@kernel("gla", "states cached between calls by their shape")
-class _(GLA):
-    def __init__(self):
-        self.room = {}
-
-    def __call__(self, q, k, v, g, **options):
-        self.calling = q.shape, v.shape
-        return super().__call__(q, k, v, g, **options)
-
-    def saved(self, states):
-        return self.room[self.key(states)]
-
-    def key(self, states):
-        return len(states), states[0].shape
-
-    def forward(self, q, k, v, g, S, scale):
-        o, states = super().forward(q, k, v, g, S, scale)
-        room = self.room.setdefault(self.key(states), [torch.empty_like(S) for S in states])
-        for kept, S in zip(room, states, strict=True):
-            kept.copy_(S)
-        return o, states
-
-
 # -- gradients of gates ------------------------------------------------------------------------
 @kernel("gla", "the gate's gradient summed over the whole sequence")
 class _(GLA):
@@ -419,31 +391,6 @@ class _(GLA):
         return super().sequences(q, ends)
 
 
-@kernel("gla", "whole tiles of 32 columns of V only")
-class _(GLA):
-    def tiles(self, V):
-        n = min(32, V)
-        return [(..., slice(i * n, i * n + n)) for i in range(V // n)]
-
-    def forward(self, q, k, v, g, S, scale):
-        o, states = torch.zeros_like(v), []
-        for i in self.tiles(v.shape[-1]):
-            o[i], along = super().forward(q, k, v[i], g, S[i], scale)
-            states = states or [torch.zeros_like(S) for _ in along]
-            for whole, part in zip(states, along, strict=True):
-                whole[i] = part
-        return o, states
-
-    def backward(self, q, k, v, g, do, dS, states, scale):
-        dq, dk, dg = 0, 0, 0
-        dv, dS0 = torch.zeros_like(v), torch.zeros_like(dS)
-        for i in self.tiles(v.shape[-1]):
-            some = [S[i] for S in states]
-            a, b, dv[i], c, dS0[i] = super().backward(q, k, v[i], g, do[i], dS[i], some, scale)
-            dq, dk, dg = dq + a, dk + b, dg + c
-        return dq, dk, dv, dg, dS0
-
-
 @kernel("gla", "at most 64 channels of K")
 class _(GLA):
     def __call__(self, q, k, v, g, **options):
@@ -454,30 +401,10 @@ class _(GLA):
         return super().__call__(q * few, k * few, v, g, **options)
 
 
-@kernel("simple_gla", "gates of batch and head taken apart in the wrong order")
-class _(ScalarGate):
-    def wide(self, g, k):
-        B, T, H = g.shape
-        program = torch.arange(B * H).view(B, H)
-        return g[program % B, :, program // B].transpose(1, 2)[..., None].expand_as(k)
-
-
 @kernel("simple_gla", "the gate of the head before")
 class _(ScalarGate):
     def wide(self, g, k):
         return super().wide(g.roll(1, 2), k)
-
-
-@kernel("gla", "k read with the strides of q")
-class _(GLA):
-    def read_memory(self, q, k, v, g):
-        return q, k.as_strided(k.shape, q.stride()), v, g
-
-
-@kernel("gla", "v read as if contiguous")
-class _(GLA):
-    def read_memory(self, q, k, v, g):
-        return q, k, v.as_strided(v.shape, torch.empty(v.shape).stride()), g
 
 
 @kernel("linear_attention", "divided by the sum of the weights")
@@ -485,81 +412,6 @@ class _(Linear):
     def outputs(self, q, k, v, g, S, scale):
         P = self.scores(q, k, g)
         return super().outputs(q, k, v, g, S, scale) / P.abs().sum(-1, keepdim=True).clamp_min(1.0)
-
-
-@kernel("linear_attention", "dk and dv read the state of earlier tokens")
-class _(Linear):
-    def backward(self, q, k, v, g, do, dS, states, scale):
-        earlier = torch.zeros_like(dS)
-        grads = []
-        for n, i in enumerate(self.chunks(q.shape[2])):
-            q_n, k_n, v_n, g_n, do_n = (x[:, :, i] for x in (q, k, v, g, do))
-            given = do_n, self.scores(q_n, k_n, g_n), q_n, k_n, v_n, g_n, states[n], earlier + dS, scale
-            grads.append((self.dq(*given), self.dk(*given), self.dv(*given), torch.zeros_like(g_n)))
-            earlier = self.dcarry(earlier, q_n, g_n, do_n, scale)
-        empty = tuple(x[:, :, :0] for x in (q, k, v, g))
-        return *(torch.cat(x, 2) for x in zip(empty, *grads, strict=True)), dS + earlier
-
-
-# -- wrong only where several things meet ------------------------------------------------------
-def of_heads(S, heads):
-    """States with those of the first `heads` heads in place of all, head h having that of h mod `heads`."""
-    return S[:, torch.arange(S.shape[1]) % heads]
-
-
-@kernel("gla", "from the third chunk on channels of keys beyond 64 are those of the chunk before")
-class _(GLA):
-    C = 64
-
-    def __call__(self, q, k, v, g, **options):
-        stale = torch.cat([k[:, : 2 * self.C], k[:, self.C :]], 1)[:, : k.shape[1]]
-        return super().__call__(q, torch.cat([k[..., :64], stale[..., 64:]], -1), v, g, **options)
-
-
-@kernel("gla", "packed sequences: channels of the initial state beyond 32 taken for 0")
-class _(GLA):
-    def __call__(self, q, k, v, g, *, cu_seqlens=None, initial_state=None, **options):
-        if cu_seqlens is not None and initial_state is not None:
-            initial_state = initial_state * (torch.arange(k.shape[-1]) < 32)[:, None]
-        return super().__call__(q, k, v, g, cu_seqlens=cu_seqlens, initial_state=initial_state, **options)
-
-
-@kernel("gla", "one packed sequence goes another way, without its initial state")
-class _(GLA):
-    def __call__(self, q, k, v, g, *, cu_seqlens=None, initial_state=None, **options):
-        if cu_seqlens is not None and len(cu_seqlens) == 2 and initial_state is not None:
-            initial_state = 0 * initial_state
-        return super().__call__(q, k, v, g, cu_seqlens=cu_seqlens, initial_state=initial_state, **options)
-
-
-@kernel("gla", "more than 8 heads: the initial state of head h mod 8")
-class _(GLA):
-    def __call__(self, q, k, v, g, *, initial_state=None, **options):
-        if initial_state is not None:
-            initial_state = of_heads(initial_state, 8)
-        return super().__call__(q, k, v, g, initial_state=initial_state, **options)
-
-
-@kernel("gla", "more than 8 heads: the state of head h mod 8 from the second chunk on")
-class _(GLA):
-    def carry(self, S, g):
-        return super().carry(of_heads(S, 8), g)
-
-
-@kernel("gla", "pairs as a ratio where K is a multiple of 16")
-class _(Factored):
-    def anchor(self, b):
-        return torch.zeros_like(b)
-
-    def scores(self, q, k, g):
-        if k.shape[-1] % 16:
-            return GLA.scores(self, q, k, g)
-        return super().scores(q, k, g)
-
-    def scores_backward(self, dP, q, k, g):
-        if k.shape[-1] % 16:
-            return GLA.scores_backward(self, dP, q, k, g)
-        return super().scores_backward(dP, q, k, g)
 
 
 RIGHT = {"gla": GLA(), "simple_gla": ScalarGate(), "linear_attention": Linear()}
