@@ -5,12 +5,15 @@ the reverse running sum of q dq - k dk inside a chunk, to which rowsum(S dS) com
 are rounded to the dtype of the inputs.
 """
 
+import inspect
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from gla_ref import FORMS
 from gla_ref._contract import form
 from gla_ref.rounding import PRODUCTS
 from gla_ref.softmax_attention import _form
@@ -185,33 +188,20 @@ def in_dtype(dtype):
     return torch.matmul if dtype == torch.float32 else lambda x, y: Product.apply(x, y, dtype)
 
 
-def linear(mechanism, way, dtype, C=0, product=None):
-    """One of those ways under the contract."""
+def kernel(mechanism, way, dtype, C=64, product=None, **options):
+    """One of those ways under the contract; the gate of a whole head, 0 where there is none, has one channel."""
     product = product or in_dtype(dtype)
 
-    def body(q, k, v, g, scale, S):
-        o, S = way(*(x.transpose(1, 2) for x in (q, k, v, g)), S, scale, C, product)
+    def body(*, scale, initial_state, g_v=None, **x):
+        v, *beta = x["v"], *(x[n][..., None] for n in ("beta",) if n in x)
+        q, k = (x[n].repeat_interleave(v.shape[2] // x[n].shape[2], 2) for n in "qk")
+        g = x.get("g", torch.zeros_like(v[..., 0])).reshape(*v.shape[:3], -1)
+        tokens = (y.transpose(1, 2) for y in (q, k, v, g, *beta))
+        o, S, *_ = way(*tokens, initial_state, scale, C, product, **options)
         return o.transpose(1, 2), S
 
-    if mechanism == "linear_attention":
-
-        @form(mechanism)
-        def fn(q, k, v, *, scale, initial_state):
-            return body(q, k, v, torch.zeros_like(k[..., :1]), scale, initial_state)
-
-    elif mechanism == "simple_gla":
-
-        @form(mechanism)
-        def fn(q, k, v, g, *, scale, initial_state):
-            return body(q, k, v, g[..., None], scale, initial_state)
-
-    else:
-
-        @form(mechanism)
-        def fn(q, k, v, g, *, g_v=None, scale, initial_state):
-            return body(q, k, v, g, scale, initial_state)
-
-    return fn
+    body.__signature__ = inspect.signature(FORMS[mechanism]["recurrent"].__wrapped__)
+    return form(mechanism)(body)
 
 
 def eliminated(A, product):
@@ -295,38 +285,13 @@ def corrected_by_token(q, k, v, g, beta, S, scale, C, product):
     return torch.stack(outs, -2), S
 
 
-def delta(mechanism, way, dtype, C=64, product=None, **options):
-    """A delta rule in one of those ways under the contract."""
-    product = product or in_dtype(dtype)
-
-    def body(q, k, v, g, beta, scale, S):
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-        x = (x.transpose(1, 2) for x in (q, k, v, g, beta[..., None]))
-        o, S, *_ = way(*x, S, scale, C, product, **options)
-        return o.transpose(1, 2), S
-
-    if mechanism == "delta_rule":
-
-        @form(mechanism)
-        def fn(q, k, v, beta, *, scale, initial_state):
-            return body(q, k, v, torch.zeros_like(beta[..., None]), beta, scale, initial_state)
-
-    else:
-
-        @form(mechanism)
-        def fn(q, k, v, g, beta, *, scale, initial_state):
-            return body(q, k, v, g.view(*beta.shape, -1), beta, scale, initial_state)
-
-    return fn
-
-
 def delta_kernels(mechanism, dtype, others):
-    found = {f"chunks of {C}, by hand": delta(mechanism, CorrectedByHand.apply, dtype, C) for C in (16, 32, 64, 128)}
-    found |= {name: delta(mechanism, CorrectedByHand.apply, dtype, 64, product) for name, product in others.items()}
+    found = {f"chunks of {C}, by hand": kernel(mechanism, CorrectedByHand.apply, dtype, C) for C in (16, 32, 64, 128)}
+    found |= {name: kernel(mechanism, CorrectedByHand.apply, dtype, 64, product) for name, product in others.items()}
     ahead = {"ahead": True, "inverse": by_blocks}
-    found["chunks of 64, writes made ahead, by autograd"] = delta(mechanism, corrected, dtype, **ahead)
-    found["chunks of 32, triangles by blocks, by autograd"] = delta(mechanism, corrected, dtype, 32, inverse=by_blocks)
-    return found | {"token after token": delta(mechanism, corrected_by_token, dtype)}
+    found["chunks of 64, writes made ahead, by autograd"] = kernel(mechanism, corrected, dtype, **ahead)
+    found["chunks of 32, triangles by blocks, by autograd"] = kernel(mechanism, corrected, dtype, 32, inverse=by_blocks)
+    return found | {"token after token": kernel(mechanism, corrected_by_token, dtype)}
 
 
 class Flash(torch.autograd.Function):
@@ -359,14 +324,14 @@ class Flash(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx, do):
+    def backward(ctx, do, exp=torch.exp, unit=1.0, order=lambda product: product):
         (q, k, v, o, lse), (scale, C, product) = ctx.saved_tensors, ctx.options
         dq, dk, dv, D = *(torch.zeros_like(x) for x in (q, k, v)), (o * do).sum(-1, keepdim=True)
-        for i, j, x in Flash.tiles(q, k, scale, C, product):
-            p = (x - lse[i]).exp()
-            ds = scale * p * (product(do[i], v[j].mT) - D[i])
-            dq[i] += product(ds, k[j])
-            dk[j] += product(ds.mT, q[i])
+        for i, j, x in Flash.tiles(q, k, unit * scale, C, order(product)):
+            p = exp(x - unit * lse[i])
+            ds = p * (product(do[i], v[j].mT) - D[i])
+            dq[i] += scale * product(ds, k[j])
+            dk[j] += scale * product(ds.mT, q[i])
             dv[j] += product(p.mT, do[i])
         return dq, dk, dv, None, None, None
 
@@ -379,45 +344,28 @@ class OneNumber(Flash):
 
     @staticmethod
     def backward(ctx, do):
-        (q, k, v, o, lse), (scale, C, product) = ctx.saved_tensors, ctx.options
-        dq, dk, dv, D = *(torch.zeros_like(x) for x in (q, k, v)), (o * do).sum(-1, keepdim=True)
-        to_base_2 = 1 / math.log(2)
-        for i, j, x in Flash.tiles(q, k, scale * to_base_2, C, turned(product)):
-            p = (x - to_base_2 * lse[i]).exp2()
-            ds = p * (product(do[i], v[j].mT) - D[i])
-            dq[i] += scale * product(ds, k[j])
-            dk[j] += scale * product(ds.mT, q[i])
-            dv[j] += product(p.mT, do[i])
-        return dq, dk, dv, None, None, None
+        return Flash.backward(ctx, do, torch.exp2, 1 / math.log(2), turned)
 
 
-def softmax(q, k, v, scale, C, product):
-    """All at once, by autograd."""
-    n = torch.arange(k.shape[-2], device=k.device)
-    later = n > n[-q.shape[-2] :, None]
-    return product((scale * product(q, k.mT)).masked_fill(later, -torch.inf).softmax(-1), v)
+def unseen(q, k):
+    """The keys that come after their query."""
+    T, S = q.shape[-2], k.shape[-2]
+    return torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
 
 
-def by_logsumexp(q, k, v, scale, C, product):
-    """Weights that no sum divides: exp(x - logsumexp(x))."""
-    T, T_k = q.shape[-2], k.shape[-2]
-    later = torch.ones(T, T_k, dtype=torch.bool, device=q.device).triu(T_k - T + 1)
-    x = (scale * product(q, k.mT)).masked_fill(later, -torch.inf)
-    return product((x - x.logsumexp(-1, keepdim=True)).exp(), v)
+def at_once(weights):
+    """All keys at once, by autograd, the weights made of scores that are -inf for later keys."""
+
+    def way(q, k, v, scale, C, product):
+        return product(weights((scale * product(q, k.mT)).masked_fill(unseen(q, k), -torch.inf)), v)
+
+    return way
 
 
-def library(dtype):
+def library(dtype, q, k, v, scale, C, product):
     """PyTorch's own attention, with whatever kernel it chooses here."""
-
-    @_form
-    def fn(q, k, v, *, scale):
-        q, k, v = (x.transpose(1, 2).to(dtype) for x in (q, k, v))
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
-        seen = seen.tril(k.shape[-2] - q.shape[-2])
-        alone = {"is_causal": True} if q.shape[-2] == k.shape[-2] else {"attn_mask": seen}
-        return scaled_dot_product_attention(q, k, v, scale=scale, **alone).transpose(1, 2)
-
-    return fn
+    mask = {"is_causal": True} if q.shape[-2] == k.shape[-2] else {"attn_mask": ~unseen(q, k)}
+    return scaled_dot_product_attention(*(x.to(dtype) for x in (q, k, v)), scale=scale, **mask)
 
 
 def attention(way, dtype, C=0, product=None):
@@ -438,14 +386,14 @@ def kernels(mechanism, dtype):
         found |= {name: attention(Flash.apply, dtype, 64, product) for name, product in others.items()}
         found["one log-sum-exp, channels in another order"] = attention(OneNumber.apply, dtype, 64)
         return found | {
-            "autograd": attention(softmax, dtype),
-            "log-sum-exp": attention(by_logsumexp, dtype),
-            "PyTorch's own": library(dtype),
+            "autograd": attention(at_once(lambda x: x.softmax(-1)), dtype),
+            "log-sum-exp": attention(at_once(lambda x: (x - x.logsumexp(-1, keepdim=True)).exp()), dtype),
+            "PyTorch's own": attention(partial(library, dtype), dtype),
         }
     if mechanism in DELTA:
         return delta_kernels(mechanism, dtype, others)
-    found = {f"chunks of {C}, by hand": linear(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
-    found |= {name: linear(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
-    found["chunks of 64, backwards in another order"] = linear(mechanism, OtherOrder.apply, dtype, 64)
+    found = {f"chunks of {C}, by hand": kernel(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
+    found |= {name: kernel(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
+    found["chunks of 64, backwards in another order"] = kernel(mechanism, OtherOrder.apply, dtype, 64)
     ways = {"a scan": scan, "token after token": recurrent, "chunks of 64, by autograd": by_autograd}
-    return found | {name: linear(mechanism, way, dtype, 64) for name, way in ways.items()}
+    return found | {name: kernel(mechanism, way, dtype, 64) for name, way in ways.items()}
