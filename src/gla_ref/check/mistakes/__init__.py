@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _delta, _rounding, _softmax, _states
+from . import _delta, _rounding, _shipped, _softmax, _states
 from ._calls import DECAY, GRADIENT, LINEAR, MISTAKES, READ, Attention, Call, Mistake, apply
 from ._calls import C as CHUNK
 from ._ranks import over_ranks
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 CHUNKS = (16, 32, 64, 128)  # what a kernel's chunks may be
-ROOMS = (_states, _rounding, _delta, _softmax)  # each adds its mistakes to MISTAKES
+ROOMS = (_states, _shipped, _rounding, _delta, _softmax)  # each adds its mistakes to MISTAKES
 
 
 def known(mechanism: str, dtype: torch.dtype, more: Sequence[Mistake] = ()) -> list[Mistake]:

@@ -20,9 +20,8 @@ from .. import Report, kernel
 from .._cases import Case, cases, inputs
 from .._kernel import SECONDS, Convention, Kernel
 from .._mechanisms import MECHANISMS
+from ..mistakes._right import chunked, corrected, inverse
 from ..oracle import evaluate
-from ._chunked import chunked
-from ._corrected import corrected, inverse
 from ._rooms import ROOMS, Ordinary, Room
 
 __all__ = ["ROOMS", "Ordinary", "Room", "Visit", "chunked", "corrected", "inverse", "ordinary_test", "room", "visit"]

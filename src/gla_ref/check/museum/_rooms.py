@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from ... import linear_attention
 from .._cases import Case
 from ..mistakes import Mistake, over_ranks
-from . import _kernels as bugs
-from ._chunked import C, chunked, right
-from ._corrected import corrected
+from ..mistakes import _shipped as bugs
+from ..mistakes._right import C, chunked, corrected, right
 
 
 @dataclass(frozen=True)
