@@ -1,4 +1,4 @@
-"""Forty wrong kernels, by someone who had not seen the kit, are caught, or are wrong in what it never gives."""
+"""Forty wrong kernels, by someone who had not seen the kit: what is caught, and what the report says of it."""
 
 import fresh_kernels
 import pytest
@@ -46,3 +46,47 @@ def test_a_wrong_kernel_is_caught(name):
 def test_what_is_never_given_is_said(name):
     mechanism, fn, _ = fresh_kernels.WRONG[name]
     assert NEVER_GIVEN[name] in examiner(mechanism, fn, torch.float32).kernel.never_given
+
+
+CASES = (
+    *(
+        "length 1",
+        "length 65",
+        "length 145",
+        "scale given",
+        "no initial state",
+        "packed",
+        "strided",
+        "wide",
+        "long cache",
+    ),
+    *("gate -1", "gate -20", "gate -inf", "gate many resets", "value heads", "equal keys"),
+)
+NAMES = {  # what a kernel behaves like; of the others nothing, or a place
+    "causal_mask_from_the_first_key": "mask counted from the cache's first key",
+    "scaled_keys_in_the_cache": "k_cache with scale twice",
+    "cached_tokens_get_no_gradient": "cache ignored, in dk0 and dv0 only",
+    "state_decays_in_base_two": "state's decay from chunk to chunk in base 2",
+    "decays_as_a_ratio_overflow": "decays as a ratio, e^b_i times e^-b_j: it overflows in strong chunks",
+    "dg_without_the_final_state": "gate's gradient without S_T dS_T, with which its reverse sum begins",
+    "dq_without_the_initial_state": "dq without what the initial state adds",
+    "inverse_series_stops_early": "triangle inverted by its powers up to A^7 only",
+    "value_heads_read_keys_in_turn": "value heads grouped wrongly: h reads key head h mod H",
+    "dbeta_without_what_was_found": "gradient of beta without what is erased",
+    "erases_before_the_decay": "keys find the state before the gate",
+    "decays_by_difference_nan_after_a_reset": "decays as differences of running sums: not a number after a reset",
+    "no_gradient_for_the_initial_state": "initial state ignored, in dS0 only",
+    "dk_without_its_search": "dk without what the keys erase",
+}
+PLACE = ", only ", ", but not in ", " of another head: "  # parts of names that do not explain all
+
+
+@pytest.mark.parametrize("name", thin(WRONG, "scaled_keys_in_the_cache", "decays_as_a_ratio_overflow"))
+def test_it_has_its_name_and_no_other(name):
+    mechanism, fn, _ = fresh_kernels.WRONG[name]
+    report = check.kernel(mechanism, fn, dtype=LOW.get(name, torch.float32), only=CASES)
+    found = [match["mistake"] for match in report.diagnosis]
+    if name in NAMES:
+        assert found == [NAMES[name]], str(report)
+    assert name in NAMES or all(any(part in it for part in PLACE) for it in found), str(report)
+    assert max(map(len, str(report).splitlines()[1:-1])) <= 80, str(report)
