@@ -11,27 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from . import _delta, _rounding, _shipped, _softmax, _states
-from ._calls import DECAY, GRADIENT, LINEAR, MISTAKES, READ, Attention, Call, Mistake, apply
-from ._calls import C as CHUNK
+from ._calls import LINEAR, MISTAKES, Attention, Call, Mistake, apply
 from ._ranks import over_ranks
 
-__all__ = [
-    "CHUNK",
-    "CHUNKS",
-    "DECAY",
-    "GRADIENT",
-    "LINEAR",
-    "MISTAKES",
-    "READ",
-    "Attention",
-    "Call",
-    "Mistake",
-    "apply",
-    "known",
-    "over_ranks",
-]
+__all__ = ["LINEAR", "MISTAKES", "Attention", "Call", "Mistake", "apply", "known", "over_ranks"]
 
-CHUNKS = (16, 32, 64, 128)  # what a kernel's chunks may be
 ROOMS = (_states, _shipped, _rounding, _delta, _softmax)  # each adds its mistakes to MISTAKES
 
 
