@@ -22,21 +22,6 @@ def with_old_gates(kept, q, k, v, g, **named):
     return gla.chunkwise(q, k, v, kept.setdefault(g.shape, g.detach()), **named)
 
 
-def without(name, what):
-    """GLA whose gradient of o lacks the scale in one tensor, or what the initial state adds to it."""
-
-    def fn(q, k, v, g, *, scale=None, initial_state=None):
-        x, s = dict(q=q, k=k, v=v, g=g), q.shape[-1] ** -0.5 if scale is None else scale
-        run = partial(gla.chunkwise, scale=s)
-        if what == "scale":
-            o, _ = run(**x | {name: backward(x[name], lambda d: d / s)}, initial_state=initial_state)
-            return o, run(**x, initial_state=initial_state)[1]
-        written, carried = run(**x), run(**x | {name: x[name].detach(), "v": 0 * v}, initial_state=initial_state)
-        return tuple(a + b for a, b in zip(written, carried, strict=True))
-
-    return fn
-
-
 def backwards(wrong):
     """The values of GLA, and the gradients of a wrong kernel."""
 
@@ -75,11 +60,6 @@ PROBED = {  # a name, the kernel that gets it, and the cases that tell
     ),
     "scale given by the caller ignored, in the backward pass only": (backwards(without_scale), "scale given"),
     "gradient of the final state ignored": (ignoring_dS, "length 145"),
-    "dk without scale": (without("k", "scale"), "length 145"),
-    "dv without scale": (without("v", "scale"), "length 145"),
-    "gate's gradient without scale": (without("g", "scale"), "length 145"),
-    "dq without what the initial state adds": (without("q", "state"), "length 145"),
-    "gate's gradient without what the initial state adds": (without("g", "state"), "length 145"),
 }
 
 
