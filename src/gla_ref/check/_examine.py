@@ -176,9 +176,8 @@ class Examiner:
         """The mistakes that the kernel behaves like, by all calls in their order; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
-        more = getattr(self.kernel.fn, "mistakes", ())  # of a function over ranks
         telling = sorted(self.telling, key=numbers)
-        named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, more, self.called, telling)
+        named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, self.called, telling)
         matches = [it for it in named if not it.somewhere] or stale(mechanism, calls)
         terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
         matches = matches or [it for it in terms if not it.somewhere]

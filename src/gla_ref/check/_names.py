@@ -338,7 +338,6 @@ def by_name(
     dtype: torch.dtype,
     failed: Sequence[Seen],
     passed: Sequence[Seen],
-    more: Sequence[Mistake],
     call: Callable[[Case], Seen | None],
     telling: Iterable[Case],
 ) -> list[Match]:
@@ -347,13 +346,12 @@ def by_name(
     One that a passing call contradicts, or that would make more wrong in a failing one, is made in some places only.
     A place can save a name that fits by chance: so such a mistake must agree in two calls at least, and in new ones
     :func:`alike`. A wrong decay must not show in a case that passes and has other gates only: such a kernel has no
-    place, it decays otherwise. `more` are mistakes that only this kernel can make. The `telling` cases are called one
-    by one as long as several mistakes are left.
+    place, it decays otherwise. The `telling` cases are called one by one as long as several mistakes are left.
     """
     small = [s for s in failed if s.small]
     calls = order(small)[:REST] or failed[:1]
     found = []
-    for m in known(mechanism, dtype, more):
+    for m in known(mechanism, dtype):
         if m.long is bool(small):
             continue
         for C in CHUNKS if m.chunked else (CHUNK,):

@@ -6,21 +6,18 @@ diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the te
 libraries shipped, and what kernels written without knowledge of it were wrong by.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from . import _delta, _rounding, _shipped, _softmax, _states
 from ._calls import LINEAR, MISTAKES, Attention, Call, Mistake, apply
-from ._ranks import over_ranks
 
-__all__ = ["LINEAR", "MISTAKES", "Attention", "Call", "Mistake", "apply", "known", "over_ranks"]
+__all__ = ["LINEAR", "MISTAKES", "Attention", "Call", "Mistake", "apply", "known"]
 
 ROOMS = (_states, _shipped, _rounding, _delta, _softmax)  # each adds its mistakes to MISTAKES
 
 
-def known(mechanism: str, dtype: torch.dtype, more: Sequence[Mistake] = ()) -> list[Mistake]:
-    """The mistakes, and `more` of them, that a kernel of this mechanism and dtype can be seen to make."""
+def known(mechanism: str, dtype: torch.dtype) -> list[Mistake]:
+    """The mistakes that a kernel of this mechanism and dtype can be seen to make."""
     shows = {torch.float32: lambda m: True, torch.bfloat16: lambda m: not (m.rounding or m.fine)}
     fits = shows.get(dtype, lambda m: not (m.rounding or m.fine or m.overflow))
-    return [m for m in (*more, *MISTAKES) if mechanism in m.mechanisms and fits(m)]
+    return [m for m in MISTAKES if mechanism in m.mechanisms and fits(m)]

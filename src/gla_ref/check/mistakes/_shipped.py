@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...gates import segment_sum
-from ._calls import CARRY, DECAY, GATED, LINEAR, PACK, READ, mistake
+from ._calls import CARRY, DECAY, GATED, GRADIENT, LINEAR, PACK, READ, mistake
 from ._right import C, chunked, corrected, pairs, right
 
 
 def named(name: str, line: str, mechanisms: tuple[str, ...], kernel: Callable[[int], Callable], **more: bool) -> None:
     """The kernel with chunks of so many tokens is the mistake of that name."""
 
-    @mistake(name, line, mechanisms, chunked=True, **more)
+    @mistake(name, line, mechanisms, **{"chunked": True} | more)
     def _(c, ends=None):
-        given = {"scale": c.scale, "initial_state": c.S, "cu_seqlens": None if ends is None else torch.tensor(ends)}
-        return kernel(c.C)(*c.tokens.values(), **given)
+        cu_seqlens = {} if ends is None else {"cu_seqlens": torch.tensor(ends)}
+        return kernel(c.C)(*c.tokens.values(), scale=c.scale, initial_state=c.S, **cu_seqlens)
 
 
 # -- room 1 ------------------------------------------------------------------------------------
@@ -86,6 +86,15 @@ def gates_of_head_0_go_back(q, k, v, g, *, scale=None, initial_state=None):
     q, g = q[:, T:].detach(), g[:, T:, :1].detach().expand_as(g[:, T:])
     o_back, S_back = right(q, 0 * q, 0 * v[:, T:].detach(), g, scale=scale, initial_state=S - S.detach())
     return torch.cat([o, rest + o_back], 1), final + S_back
+
+
+named(
+    "gate of head 0 shared by all heads, where the gradient of the state crosses the border between two ranks",
+    GRADIENT,
+    GATED,
+    lambda C: gates_of_head_0_go_back,
+    chunked=False,
+)
 
 
 # -- room 7 ------------------------------------------------------------------------------------

@@ -159,6 +159,5 @@ def visit(room: Room, seed: int = 0) -> Visit:
     """
     passes, start = ordinary_test(room), time.perf_counter()
     fn = partial(room.fn)  # has no name in a module: the kit runs no case again in a new process
-    fn.mistakes = room.mistakes
     report = kernel(room.mechanism, fn, only=room.cases, seed=seed)
     return Visit(room, passes, report, time.perf_counter() - start)
