@@ -54,6 +54,7 @@ KINDS = {  # calls that a kernel may treat apart
     "strong gates and keys by sixteens": lambda c: c.gate == BY_CHUNKS and c.K % 16 == 0 and not c.ends,
     "K = V and whole chunks": lambda c: c.K == c.V and c.T % 64 == 0,
     "views of one tensor": lambda c: c.strides == "fused",
+    "a loss of o alone": lambda c: c.loss == "o" and c.state and c.T > 128,
     "boundaries of int64": lambda c: c.ends and c.index == "int64",
     "a state of float64": lambda c: c.other == "S0",
 }
@@ -142,23 +143,6 @@ class Pool(torch.autograd.Function):
             Pool.free[x.shape].append(ctx.buffer)
             ctx.given = True
         return d
-
-
-class Early(torch.autograd.Function):
-    """o and S, whose backward pass is over where nothing comes for o (0) or for S (1)."""
-
-    @staticmethod
-    def forward(ctx, o, S, which):
-        ctx.set_materialize_grads(False)
-        ctx.which = which
-        ctx.save_for_backward(o, S)
-        return o.clone(), S.clone()
-
-    @staticmethod
-    def backward(ctx, *d):
-        zeros = [torch.zeros_like(x) for x in ctx.saved_tensors]
-        d = zeros if d[ctx.which] is None else [z if x is None else x for x, z in zip(d, zeros, strict=True)]
-        return *d, None
 
 
 def skipping(q, k, v, **named):
@@ -408,8 +392,9 @@ MISTAKES = {
     "none unless k or v need one": Wrong(frozen(lambda q, k, v: k or v, "q", "S0"), "frozen inputs", "dq", "frozen"),
     "none unless all need one": Wrong(frozen(lambda q, k, v: q and v, *"qkv"), "frozen inputs", "dk", "frozen"),
     "no chain without a final state": Wrong(results(without_final), "loss of o alone", "dk", "stateless"),
-    "no gradients but with one of o": Wrong(results(lambda x, *y: Early.apply(*y, 0)), "loss of the state alone", "dk"),
-    "no gradients but with one of S": Wrong(results(lambda x, *y: Early.apply(*y, 1)), "loss of o alone", "dq"),
+    "nothing comes back from the state": Wrong(
+        results(lambda x, o, S: (o, pulled(S, lambda d, passes: 0 * d))), "loss of the state alone", "dk"
+    ),
     "chunks without a gradient of o skipped": Wrong(("linear_attention", skipping), "loss of some tokens", "dv"),
     # numbers
     "a scale of 0 taken for none": Wrong(linear(lambda x: {"scale": x["scale"] or None}), "scale zero", "o"),
