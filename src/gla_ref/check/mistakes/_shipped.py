@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...gates import segment_sum
-from ._calls import CARRY, DECAY, GATED, GRADIENT, LINEAR, PACK, READ, mistake
+from ._calls import CARRY, DECAY, GATED, GRADIENT, LINEAR, PACK, READ, SOFTMAX, mistake
 from ._right import C, chunked, corrected, pairs, right
+
+MASK = "x_ij = -inf for j > i"
 
 
 def named(name: str, line: str, mechanisms: tuple[str, ...], kernel: Callable[[int], Callable], **more: bool) -> None:
@@ -230,6 +232,24 @@ def mask_for_groups_of_4(q, k, v, *, scale=None, initial_state=None):
     seen = j <= i // 4 * 4 + 3  # instead of j <= i
     x = torch.einsum("bihk,bjhk->bhij", scale * q, k).masked_fill(~seen, -torch.inf)
     return torch.einsum("bhij,bjhv->bihv", x.softmax(-1), v), (k, v)
+
+
+for n in (2, 4, 8, 16):
+
+    @mistake(f"mask for groups of {n}", MASK, SOFTMAX)
+    def _(c, n=n):
+        past = c.k0.shape[1]
+        return c.run(lambda i, j: j - past <= (i - past) // n * n + n - 1)
+
+
+@mistake("mask counted from the cache's first key", MASK, SOFTMAX)
+def _(c):
+    return c.run(lambda i, j: j <= i - c.k0.shape[1])
+
+
+@mistake("cache ignored", "the cache of keys and values", SOFTMAX)
+def _(c):
+    return c.run(k0=c.k0[:, :0], v0=c.v0[:, :0])[0], c.cache
 
 
 # -- room 15 -----------------------------------------------------------------------------------
