@@ -1,14 +1,15 @@
 """The Hopper kernels of KDA, both ways: plans and refusals anywhere, the source played on a CPU, results on a GPU."""
 
 import itertools
+import math
 from functools import partial
 
 import played_gluon
 import pytest
 import torch
-from cases import LADDER, thin
+from cases import F64, LADDER, thin
 from delta_problems import CUT, KEYS, LENGTHS, MILD, PACK, problem
-from harness import BF16, CUDA, F16, F32, HERE, compare, results, tokens
+from harness import BF16, CUDA, F16, F32, HERE, budgets, compare, results, tokens
 from played_gluon import gluon, on_hopper, played_here
 from test_kernels_hopper_delta import call as call_of_delta_rule
 from test_kernels_hopper_delta import meta
@@ -373,3 +374,41 @@ def test_equal_from_run_to_run_and_in_any_batch(path, poisoned):
     grads = results(run, x)
     for _ in range(5):
         assert all(torch.equal(y, grads[n]) for n, y in results(run, x).items())
+
+
+@on_hopper
+@pytest.mark.parametrize("path", kda.PATHS)
+@pytest.mark.parametrize("made", ("last token", "first token", "dead channel", "one key"))
+def test_inputs_made_against_these_kernels(made, path):
+    """A state handed on at every border, a channel at -inf among zeros, one key throughout at strength 2."""
+    x = against(made)
+    x, judged = budgets("kda", x, {n: F32 if n in ("S", "dS", "g", "beta") else BF16 for n in x})
+    options = {"initial_state": x["S"], "path": path, "kernel": "hopper"}
+    compare(dict(zip("oS", kda.kda(*tokens(x), **options), strict=True)), {n: judged[n] for n in "oS"})
+    compare(results(partial(kda.kda, kernel="hopper"), x), judged)
+
+
+def against(made, B=1, T=1000, H=2, K=128, V=64):
+    """Inputs of `budgets`: what they do is named in the test above."""
+    rng = torch.Generator().manual_seed(0)
+    normal = partial(torch.randn, generator=rng, dtype=F64)
+    q, k = (torch.nn.functional.normalize(normal(B, T, H, K), dim=-1) for _ in "qk")
+    x = {"q": q, "k": k, "v": normal(B, T, H, V), "g": torch.zeros(B, T, H, K, dtype=F64)}
+    x |= {"beta": torch.full((B, T, H), 0.05, dtype=F64), "S": normal(B, H, K, V)}
+    x |= {"do": normal(B, T, H, V), "dS": normal(B, H, K, V)}
+    if made == "dead channel":
+        x["g"][..., 7] = -math.inf
+    elif made == "one key":
+        x["k"] = (normal(B, 1, H, K).sign() / 8 * (torch.arange(K) < 64)).expand(k.shape)  # length 1, exactly
+        x["beta"] = torch.full((B, T, H), 2.0, dtype=F64)
+    else:  # one channel lives; at every 16th token a reflection hands its state to the next, and it begins to die
+        x["g"] = -3 - 2 * torch.rand(B, T, H, K, generator=rng, dtype=F64)
+        for channel, border in enumerate(range(0, T, 16)):
+            x["g"][:, border : border + 16, :, channel] = 0.0
+            at = border + 16 if made == "first token" else border + 15
+            if at < T:
+                x["k"][:, at] = 0.0
+                x["k"][:, at, :, channel], x["k"][:, at, :, channel + 1] = 1.0, -1.0
+                x["beta"][:, at] = 1.0
+                x["g"][:, at, :, channel : channel + 2] = 0.0
+    return x
