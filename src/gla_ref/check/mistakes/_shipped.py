@@ -50,7 +50,7 @@ named("states read as V x K, carried right", READ, LINEAR, lambda C: chunked(C=C
 
 # -- room 6 ------------------------------------------------------------------------------------
 def one_taken_for_zero(q: Tensor, k: Tensor, g: Tensor, half: int = C // 2) -> Tensor:
-    D, i = segment_sum(g), torch.arange(g.shape[-2])
+    D, i = segment_sum(g), torch.arange(g.shape[-2], device=g.device)
     across = (i[:, None] >= half) & (i < half)  # pairs between the halves of a chunk
     safe = torch.where(D < 0, D, -torch.inf)  # "whatever is not below 0 would overflow"
     D = torch.where(across[..., None], safe, D)
