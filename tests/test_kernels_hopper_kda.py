@@ -208,6 +208,13 @@ def test_nan_stays_nan(name):
 
 
 @played_here
+def test_no_gate_lies_between_a_token_and_itself():
+    x, _ = problem("kda", 4, 1, 1, 64, 64, dtype=BF16, gates=F32)
+    found = [played(x | {"S": None, "g": torch.full_like(x["g"], g)})["o"] for g in (-3.3, 0.0)]
+    assert torch.equal(*found)
+
+
+@played_here
 def test_any_order_of_steps_gives_the_same_bits():
     x, _ = problem("kda", 1, CUT[-1], 1, 64, 64, dtype=BF16, gates=F32, ends=CUT, groups=1, kind="many resets")
     for path in kda.PATHS:
