@@ -102,7 +102,7 @@ def results(form, x, ends=None, **options):
     tokens = [y for n, y in leaves.items() if n not in ("S", "g_v")]
     cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
     options |= {"g_v": leaves["g_v"]} if "g_v" in leaves else {}
-    o, S = form(*tokens, initial_state=leaves["S"], cu_seqlens=cu, **options)
+    o, S = form(*tokens, initial_state=leaves.get("S"), cu_seqlens=cu, **options)
     grads = torch.autograd.grad((o, S), list(leaves.values()), (x["do"], x["dS"]))
     names = ("dS0" if n == "S" else f"d{n}" for n in leaves)
     return {"o": o, "S": S, **dict(zip(names, grads, strict=True))}

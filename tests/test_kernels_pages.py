@@ -14,7 +14,7 @@ from harness import CUDA, HERE, anywhere, budgets
 from gla_ref.rounding import error
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
-import delta_problems
+from problems import problem
 
 from gla_ref._commands.page import run
 from gla_ref.check import oracle
@@ -51,17 +51,15 @@ SIZES = [
 sizes = pytest.mark.parametrize("size, dtype", SIZES, ids=str)
 
 
-def mild(kind: str, dtype) -> str | float:
+def mild(kind: str, dtype, C=None) -> str:
     """The gates of a rung; "edge" is just inside of what a chunk may decay by."""
-    limit, C = LIMITS[dtype]
-    return limit / C * (1 - 1 / 128) if kind == "edge" else kind
+    limit, tokens = LIMITS[dtype]
+    return str(limit / (C or tokens) * (1 - 1 / 128)) if kind == "edge" else kind
 
 
 def tensors(size, dtype, kind="logsigmoid/16", seed=0):
     """q, k, v, g and do, as a page is given them."""
-    number = isinstance(kind, float)
-    (q, k, v, g), _ = inputs("gla", *size, kind="zero" if number else kind, seed=seed)
-    g = g + kind if number else g
+    (q, k, v, g), _ = inputs("gla", *size, kind=kind, seed=seed)
     do = torch.randn(v.shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
     return [x.to(HERE, dtype) for x in (q, k, v, g, do)]
 
@@ -182,7 +180,7 @@ WIDE = [pytest.param((2, 200, 2, D, 128), BF16, marks=on_gpu) for D in (64, 128)
 def test_gated_delta_rule(size, dtype, kind, correlation, strength):
     """In chunks of 64 or 32 tokens, two value heads to a key head."""
     options = {"kind": kind, "correlation": correlation, "strength": strength, "dtype": dtype, "S": 0.0}
-    x, right = delta_problems.problem("gated_delta_rule", *size, **options)
+    x, right = problem("gated_delta_rule", *size, **options)
     found = gated_delta_rule.gated_delta_rule(*(x[n] for n in ("q", "k", "v", "g", "beta")))
     compare(named(found), right)
 
@@ -192,10 +190,14 @@ def test_gated_delta_rule(size, dtype, kind, correlation, strength):
 @pytest.mark.parametrize("kind, correlation, strength", [("logsigmoid/16", 0.99, 1.0), ("edge", 0.0, None)])
 def test_kda(size, dtype, kind, correlation, strength):
     """Two value heads to a key head; at the edge all channels of all blocks of 16 tokens are just mild."""
-    options = {"correlation": correlation, "strength": strength, "dtype": dtype, "S": 0.0}
-    x, right = delta_problems.problem("kda", *size, **options)
-    if kind == "edge":
-        x["g"].fill_(LIMITS[dtype][0] / 16 * (1 - 1 / 128))  # `right` is made of x when it is asked
+    options = {
+        "kind": mild(kind, dtype, 16),
+        "correlation": correlation,
+        "strength": strength,
+        "dtype": dtype,
+        "S": 0.0,
+    }
+    x, right = problem("kda", *size, **options)
     compare(named(kda.kda(*(x[n] for n in ("q", "k", "v", "g", "beta")))), right)
 
 
@@ -206,7 +208,7 @@ def test_kda(size, dtype, kind, correlation, strength):
 def test_a_strong_block_of_kda_is_marked(dtype, C, gate):
     """One channel of one value head, in the second of three chunks."""
     options = {"kind": "logsigmoid/16", "correlation": 0.0, "dtype": dtype, "S": 0.0}
-    x, right = delta_problems.problem("kda", 1, 2 * C + 3, 1, 16, 16, **options)
+    x, right = problem("kda", 1, 2 * C + 3, 1, 16, 16, **options)
     x["g"][0, C + 5, 1, 7] = gate * LIMITS[dtype][0]
     o, S = kda.kda(*(x[n] for n in ("q", "k", "v", "g", "beta")))
     assert o[:, C:, 1].isnan().all() and S[:, 1].isnan().all()
@@ -274,7 +276,7 @@ HEADS = [page for page, (_, names) in CALLS.items() if "q" in names]
 
 def arguments(page):
     """Small tensors that a page takes, by name."""
-    x = dict(zip(("q", "k", "v", "g", "do"), tensors((1, 19, 2, 16, 32), F32, -0.01), strict=True))
+    x = dict(zip(("q", "k", "v", "g", "do"), tensors((1, 19, 2, 16, 32), F32, "-0.01"), strict=True))
     if page == "gla_step":
         x = {n: y[:, 0].contiguous() for n, y in x.items()}
     if page == "gated_delta_rule":
@@ -382,7 +384,7 @@ def test_a_cpu_is_refused_without_the_interpreter(page, monkeypatch):
 @anywhere
 def test_scale():
     """It has any sign but for softmax, and is K^-0.5 unless given."""
-    q, k, v, g, do = tensors((1, 19, 1, 16, 16), F32, -0.01)
+    q, k, v, g, do = tensors((1, 19, 1, 16, 16), F32, "-0.01")
     for page, x in (("gla", (q, k, v, g)), ("gla_levels", (q, k, v, g)), ("linear_attention", (q, k, v))):
         function = CALLS[page][0]
         assert torch.equal(function(*x)[0], function(*x, scale=0.25)[0])
