@@ -83,10 +83,11 @@ def ways(names, *values):
     return [(way, dtype, *x) for way in names for dtype in KERNELS[way].dtypes for x in itertools.product(*values)]
 
 
-def small(way, T=None, B=1):
+def small(way):
     """Sizes of a call: on a GPU there is more of all."""
     how = KERNELS[way]
-    return (B + 1, T or 300, 2, *how.widths[-1]) if CUDA else (B, T or (200 if cut(way) else 130), 1, *how.widths[0])
+    T = 200 if cut(way) else 100 if how.back else 130
+    return (2, 300, 2, *how.widths[-1]) if CUDA else (1, T, 1, *how.widths[0])
 
 
 def cut(way):
@@ -212,7 +213,7 @@ def test_every_size(way):
     for K, V in how.widths if CUDA else [how.widths[len(how.widths) // 2]]:
         check(way, 1, 193 if CUDA else 70, 1 + CUDA, K, V, gates=how.gates and BF16)
         if not how.plain:
-            check(way, 1, 193 if CUDA else 70, 2, K, V, groups=1, dtype=how.dtypes[-1], gates=how.gates and F16)
+            check(way, 1, 193 if CUDA else 70, 1 + CUDA, K, V, groups=1, dtype=how.dtypes[-1], gates=how.gates and F16)
 
 
 @everywhere

@@ -2,13 +2,13 @@
 
 import ast
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from cases import F64, LADDER, inputs, thin
+from cases import F64, LADDER, in_process, inputs, thin
 from harness import CUDA, HERE, anywhere, budgets
 
 from gla_ref.rounding import error
@@ -415,18 +415,34 @@ def test_a_page_is_a_page(file):
     assert {name.split(".")[0] for name in modules} <= {"torch", "triton", "einops"}
 
 
-@pytest.mark.parametrize("name", thin([file.stem for file in FILES], "gla"))
-def test_a_page_runs_by_itself(name):
-    """On a GPU it says how long it took; without one, that it was interpreted. Hopper's ask for their GPU."""
-    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET" or CUDA}
-    command = [sys.executable, "-m", f"gla_ref.pages.{name}"]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if name.endswith("_hopper") and not CUDA:
-        assert found.returncode == 1 and "expected a GPU of compute capability 9.0" in found.stderr
+@pytest.mark.skipif(CUDA, reason="about a host without a GPU")
+@pytest.mark.parametrize("name", thin([file.stem for file in FILES], "gla", "gla_hopper"))
+def test_a_page_runs_by_itself(name, monkeypatch, capsys):
+    """In a process that asks Triton to interpret before it imports it. Hopper's ask for their GPU."""
+
+    def program():
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(Path(gla.__file__).with_stem(name)), run_name="__main__")
+        return ended.value.code
+
+    if name.endswith("_hopper"):
+        assert "expected a GPU of compute capability 9.0" in program()
         return
-    *errors, last = found.stdout.splitlines()
-    assert found.returncode == 0 and all("of its budget" in line for line in errors), found.stdout + found.stderr
-    assert "interpreted" in last if not CUDA else " ms at B = " in last
+    with monkeypatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET")
+        patch.setattr(os, "execve", lambda *command: sys.exit(command))
+        python, command, environment = program()
+    assert python == command[0] == sys.executable and environment["TRITON_INTERPRET"] == "1"
+    assert program() == 0
+    *errors, last = capsys.readouterr().out.splitlines()
+    assert errors and all("of its budget" in line for line in errors) and "interpreted" in last
+
+
+@pytest.mark.deep
+def test_a_page_is_a_program():
+    """On a GPU it says how long it took; without one, that it was interpreted."""
+    said = in_process("-m", "gla_ref.pages.gla")
+    assert (" ms at B = " if CUDA else "interpreted") in said
 
 
 def test_a_wrong_page_says_so(capsys):
