@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gla_ref
 from gla_ref.mechanisms import MECHANISMS
@@ -163,6 +164,19 @@ def pairs(*mechanisms: str, without: tuple[str, ...] = ()) -> list[tuple[str, st
     """Every (mechanism, form) but those named "mechanism.form" in `without`."""
     every = [(m, f) for m in mechanisms for f in gla_ref.FORMS[m] if not f.startswith("triton")]
     return [(m, f) for m, f in every if f"{m}.{f}" not in without]
+
+
+class Dispatched(TorchDispatchMode):
+    """The operators that run inside, each with its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        self.calls.append((op, result))
+        return result
 
 
 BREAK = ("simple_gla.parallel", "gla.parallel")

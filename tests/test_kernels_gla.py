@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import error, inputs
+from cases import error
 from harness import DTYPES, HERE, anywhere, budgets, compare, interpreted, results
 from problems import problem
 from test_kernels_portable import check
@@ -94,15 +94,11 @@ def test_pairs_do_not_see_the_order_in_which_a_total_is_summed(monkeypatch):
     kit.kernel("gla", form, dtype=torch.float32, only=case, seed=1).raise_if_failed()
 
 
-def small(T, kind):
-    args, named = inputs("gla", 2, T, 1, 20, 36, kind=kind)
-    return [x.to(HERE, torch.float32) for x in (*args, named["initial_state"])]
-
-
 @anywhere
 def test_the_path_of_a_chunk_changes_rounding_only():
     """A channel whose q and k are 0 makes a chunk strong, and nothing else."""
-    q, k, v, g, S0 = small(64, "logsigmoid/16")
+    x, _ = problem("gla", 2, 64, 1, 20, 36)
+    q, k, v, g, S0 = (x[n] for n in ("q", "k", "v", "g", "S"))
     q[..., 7], k[..., 7], S0[:, :, 7] = 0, 0, 0
     strong = g.clone()
     strong[..., 7] = -1e3

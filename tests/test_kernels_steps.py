@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from cases import LADDER, thin
+from cases import LADDER, Dispatched, thin
 from harness import BF16, CUDA, EVERY_DTYPE, F16, F32, HERE, anywhere, compare, tokens
 from problems import EVERY, MILD, problem
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_ref import FORMS
 
@@ -82,14 +81,8 @@ def test_packed_sequences_strides_and_poison(mechanism, poisoned):
 def test_checking_a_call_moves_no_tensor():
     """When decoding, to convert the state once more is nearly as dear as the token."""
 
-    class Listed(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            done.append(op)
-            return op(*args, **(kwargs or {}))
-
-    done: list = []
     q, k, v, g = (torch.randn(2, 1, 3, D, dtype=F16, device=HERE) for D in (5, 5, 7, 5))
     S = torch.randn(2, 3, 5, 7, device=HERE)
-    with Listed():
+    with Dispatched() as done:
         check(Call(q, k, v, -g.abs(), None, initial_state=S, cu_seqlens=None, scale=None))
-    assert not [op for op in done if "copy" in str(op)]  # on a CPU it looks at the gates
+    assert not [op for op, _ in done.calls if "copy" in str(op)]  # on a CPU it looks at the gates
