@@ -230,12 +230,12 @@ def test_boundaries_are_checked_before_they_are_indices(monkeypatch):
 def test_the_gradient_of_gla_grows_with_the_length():
     """Numbers that operators write, forward and backward: twice as many for twice the tokens, on a CPU too."""
     model, work = make(num_hidden_layers=1), {}
-    for T in (128, 256, 512):
+    for T in (64, 128, 256):
         with Dispatched() as run:
             model.loss(some(1, T))[0].backward()
         results = (out if isinstance(out, tuple | list) else [out] for _, out in run.calls)
         work[T] = sum(x.numel() for out in results for x in out if torch.is_tensor(x))
-    assert (work[512] - work[256]) / (work[256] - work[128]) == pytest.approx(2, rel=0.02)
+    assert (work[256] - work[128]) / (work[128] - work[64]) == pytest.approx(2, rel=0.02)
 
 
 def test_which_document_a_token_is_of():
