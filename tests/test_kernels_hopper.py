@@ -31,7 +31,7 @@ WIDTHS = tuple(itertools.product((64, 128), repeat=2))
 OF_GLA = ((64, 40), (72, 104), (16, 128), (128, 16), (64, 128), (128, 64), (128, 128))
 PATHS = ("fused", "segmented")
 LENGTHS = (1, 63, 64, 65, 130, 330) + (257, 1000, 2049) * CUDA
-PACK = (0, 0, 64, 64, 97, 225, 230, 230)  # empty sequences, whole chunks, parts of one
+PACK = (0, 0, 64, 64, 97, 167, 172, 172)  # empty sequences, a whole chunk, parts of one, a chunk and a part
 CUT = (0, 0, 64, 230, 240)  # no tokens; a whole segment, segments and a part of one, a part
 LONG = (0, 0, 33, 33, 40, 300, 941, 1100, 1100)
 LEAST = 2.0**-40  # gradients of the delta family count smaller strengths as this one
@@ -269,9 +269,9 @@ def test_keys_of_other_lengths(correlation, length, dtype):
 @everywhere
 @pytest.mark.parametrize("way, dtype", thin(ways(STATED), *((way, BF16) for way in STATED if way in GATED)))
 def test_packed_sequences(way, dtype):
-    ends, kinds = LONG if CUDA else CUT if cut(way) else PACK, (MILD, "many resets") if CUDA else ("many resets",)
-    for kind in kinds:
-        check(way, 1, ends[-1], 1, *KERNELS[way].widths[0], ends=ends, kind=kind, dtype=dtype, groups=1)
+    ends, (first, *_, last) = LONG if CUDA else CUT if cut(way) else PACK, KERNELS[way].widths
+    for kind, (K, V) in itertools.product((MILD, "many resets"), (first, last)) if CUDA else [("many resets", first)]:
+        check(way, 1, ends[-1], 1, K, V, ends=ends, kind=kind, dtype=dtype, groups=1 + CUDA)
 
 
 @everywhere
@@ -284,7 +284,7 @@ def test_value_heads_of_a_key_head(groups, way, dtype):
     for K, V in WIDTHS if CUDA else WIDTHS[:1]:
         check(way, 2, 1, 1, K, V, groups=groups, dtype=dtype, gates=dtype)
         check(way, 1, 300 if CUDA else 70, 2, K, V, groups=groups, dtype=dtype)
-        check(way, 1, PACK[-1], 1, K, V, groups=groups, dtype=dtype, ends=PACK, kind="many resets")
+        check(way, 1, 105, 1, K, V, groups=groups, dtype=dtype, ends=(0, 40, 40, 105), kind="many resets")
 
 
 SCALES = [(way, scale) for way in GATED if way in STATED for scale in (0.0, -2.0)]
@@ -551,7 +551,7 @@ def test_only_heads_with_a_strong_chunk_are_made_again(dtype):
 def test_narrow_and_wide_programs_give_the_same_bits(way, dtype, monkeypatch):
     from gla_ref.kernels.hopper import delta_ahead
 
-    x, _ = given(way, 1, 230, 1, 64, 128, dtype=dtype, ends=PACK, groups=1)
+    x, _ = given(way, 1, PACK[-1], 1, 64, 128, dtype=dtype, ends=PACK, groups=1)
     narrow = made(way, x, PACK)
     monkeypatch.setattr(delta_ahead, "NARROW", delta_ahead.WIDE)
     assert same(made(way, x, PACK), narrow)
