@@ -696,7 +696,7 @@ def against(kind, B=1, T=1000, H=2, K=128, V=64):
         x["k"] = (normal(B, 1, H, K).sign() / 8 * (torch.arange(K) < 64)).expand(k.shape)  # length 1, exactly
         x["beta"] = torch.full((B, T, H), 2.0, dtype=F64)
     else:  # one channel lives; at every 16th token a reflection hands its state to the next, and it begins to die
-        x["g"][:] = -5.0
+        x["g"] = -3 - 2 * torch.rand(B, T, H, K, generator=rng, dtype=F64)
         for channel, border in enumerate(range(0, T, 16)):
             x["g"][:, border : border + 16, :, channel] = 0.0
             at = border + 16 if kind == "first token" else border + 15

@@ -235,7 +235,7 @@ def tritons(data: dict) -> set[str]:
     e = data.get("environment", data)
     if e["gpu"] in (None, "CPU"):
         return set()
-    named = {r["triton"] for kind in ("versions", "records") for r in data.get(kind, ()) if "triton" in r}
+    named = {r["triton"] for kind in ("versions", "records", "scaling") for r in data.get(kind, ()) if "triton" in r}
     return named or {e["triton"]}
 
 

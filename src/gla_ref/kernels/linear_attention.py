@@ -45,9 +45,10 @@ check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS})
 
 forward = Planned(plan_forward, Call, check)
 _forward = with_state("linear_attention", forward)
-KEPT = {  # the final state of narrow heads without gates; the gates' sums, not among torch.compile's two outputs
+KEPT = {  # the final state of narrow heads without gates; what is not among torch.compile's two outputs
     "S_T": lambda call, outputs: outputs[1] if unwindable(call) else None,
     "sums": lambda call, outputs: (*outputs, None)[2],
+    "starts": lambda call, outputs: (*outputs, None, None)[3],
 }
 backward = differentiable(_forward, plan_backward, KEPT, optional="g")
 

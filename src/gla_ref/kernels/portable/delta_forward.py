@@ -274,7 +274,7 @@ def walk(
     """Walk a segment of a head, chunk by chunk, from the state in S_in to S_out.
 
     Each result may be None: o; `states`, the state before each chunk; `writes`, the w of each token. With MAP, S_out
-    [slots, H, K, V + K] is X and, after X, M.
+    [slots, H, K, V + K] is X and, after X, M, and o [B, T, H, K] what each token reads of each row of the first state.
     """
     # which tile: BV columns
     i_v, i_h, i_s = which_tile(H, tl.cdiv(V, BV) * BV + (K if MAP else 0), BV)
@@ -322,7 +322,12 @@ def walk(
                 b_o *= b_since[:, None]
             b_o += times(b_P, b_w, dtype)
             # store
-            store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+            if MAP:  # tiles of X lie beyond K
+                n_v = tl.cdiv(V, BV)
+                o_m = tl.where(i_v < n_v, K, (i_v - n_v) * BV)
+                store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, o_m, K, C, BV, TMA)
+            else:
+                store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
         if GATED:
             b_S *= load_whole_decay(factors, i_t, i_h, H, C, ROWS)
             b_w *= b_until[:, None]

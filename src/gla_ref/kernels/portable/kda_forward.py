@@ -152,12 +152,11 @@ def constants(call: DeltaCall, dtype: torch.dtype) -> dict:
     return {"LEVELS": call.C.bit_length() - 1, "LIMIT": LIMIT[dtype], "FAST_SUMS": fast}
 
 
-def prepare_all(draft: Draft, call) -> Prepared:
-    """Begin the plan of a call: prepare all chunks."""
-    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
+def prepare_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> Prepared:
+    """Begin a call whose plan is `draft`: prepare all chunks."""
     # a walk's stages hold three tiles of keys; 64 tokens of K = 256 would take 254 to 280 KB (Triton 3.9)
     most = 64 if q.shape[3] <= 128 else 32
-    call = delta_forward.begin(draft, q, k, v, call.cu_seqlens, call.scale, call.path, 1, most)
+    call = delta_forward.begin(draft, q, k, v, cu, scale, path, 1, most)
     G, (B, T, H) = call.G, v.shape[:3]
     # float16 has no range for e^b: these stay float32, and a walk gives each tile a size of its own
     q_hat, k_hat, k_til = (draft.new(name, B, T, H, call.K, dtype=call.kept) for name in ("q_hat", "k_hat", "k_til"))
@@ -175,6 +174,6 @@ def prepare_all(draft: Draft, call) -> Prepared:
 def plan_forward(hardware: Hardware, call) -> Plan:
     """Plan (o, final state)."""
     draft = Draft(hardware, *call)
-    x = prepare_all(draft, call)
+    x = prepare_all(draft, call.q, call.k, call.v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
     walked = walks(x.call, x.q, x.k, call.v, draft.contiguous(call.initial_state, torch.float32), o="o", S="S_T")
     return draft.plan("portable", walked.o, walked.S)
