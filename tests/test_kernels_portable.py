@@ -285,7 +285,7 @@ def test_choices_of_path():
 @pytest.mark.parametrize("ends", [None, (0, 0, 33, 33, 40, 97, 130, 130)])
 def test_states_running_backwards(ends):
     """Narrow heads of halves without gates: all gradients in one walk (float16 is right in the interpreter)."""
-    check("simple_gla", 1 if ends else 2, 130, 2, 6, 5, kind="zero", dtype=F16, path="fused", ends=ends)
+    check("simple_gla", 1 if ends else 2, 130, 1, 6, 5, kind="zero", dtype=F16, path="fused", ends=ends)
 
 
 POWERS = {  # of two, on q, k, v, the initial state and scale; the state's is that of k and v together
@@ -466,6 +466,7 @@ with tempfile.TemporaryDirectory() as cache:
 
 
 @interpreted
+@pytest.mark.deep
 def test_the_widest_walk_fits_a_multiprocessor():
     """`make compile` checks all launches; this one holds more tiles of keys than those of the delta rules."""
     assert 0 < int(in_process("-c", WALK)) <= CLASSES["sm_90"].shared_memory
