@@ -671,6 +671,13 @@ def test_more_than_2_to_the_31_elements():
 # KDA
 
 
+@played_here
+def test_no_gate_lies_between_a_token_and_itself():
+    x, _ = given("kda fused", 4, 1, 1, 64, 64)
+    found = [made("kda fused", x | {"S": None, "g": torch.full_like(x["g"], g)}) for g in (-3.3, 0.0)]
+    assert torch.equal(found[0]["o"], found[1]["o"])
+
+
 @on_hopper
 @pytest.mark.parametrize("kind", ("last token", "first token", "dead channel", "one key"))
 def test_inputs_made_against_the_kernels_of_kda(kind):

@@ -42,7 +42,7 @@ from gla_ref.kernels import delta, gla
 from gla_ref.kernels import linear_attention as linear
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.linear_attention import linear_attention, simple_gla
-from gla_ref.kernels.portable.delta_forward import choose_length, inverse
+from gla_ref.kernels.portable import delta_forward
 
 # on Hopper "triton" of GLA may be another kernel: test_kernels_hopper.py
 KERNELS = {m: FORMS[m]["triton"] for m in LINEAR} | {m: FORMS[m]["triton_portable"] for m in EVERY}
@@ -269,13 +269,13 @@ def test_choices_of_path():
     assert choose(32, 1024) == ("segmented", 256)
     path, length = choose(8, 1024)
     assert path == "segmented" and 8 <= length <= 64
-    choose = functools.partial(choose_length, multiprocessors=132)
-    assert choose(16, 512) == 64
-    assert choose(33, 512) == 128
-    assert choose(34, 512) is None  # three segments would take as long
-    assert choose(1, 63) is None  # too short to cut
-    assert choose(1, 64) == 16
-    assert choose(32, 512, packed=16) == 16
+    choose = functools.partial(delta_forward.choose_path, multiprocessors=132)
+    assert choose(16, 512) == ("segmented", 64)
+    assert choose(33, 512) == ("segmented", 128)
+    assert choose(34, 512) == ("fused", 512)  # three segments would take as long
+    assert choose(1, 63) == ("fused", 63)  # too short to cut
+    assert choose(1, 64) == ("segmented", 16)
+    assert choose(32, 512, packed=16) == ("segmented", 16)
 
 
 # scalar gates and none
@@ -428,6 +428,8 @@ def test_more_than_2_to_the_31_elements(mechanism):
 
 
 # the delta rules' triangle
+
+inverse = delta_forward.inverse
 
 
 @triton.jit

@@ -107,12 +107,14 @@ def prepare(
         b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
         b_g = clamped(load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False))  # [C, BK]
 
-        # compute: (1), pairs of a block of 16, then pairs that meet at borders between blocks
+        # compute: (1), a token with itself, which crosses no gate, then pairs of a block of 16, then pairs that meet at
+        # borders between blocks
+        b_P += tl.where(i == j, tl.sum(b_q.to(tl.float32) * b_k, 1)[:, None], 0.0)
         z, total = from_middle(b_g, FAST_SUMS)
         if tl.min(tl.min(total, 1), 0) >= LIMIT:
-            b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, tl.exp2(z), tl.exp2(-z), (i >> 4) == (j >> 4))
+            met = ((i >> 4) == (j >> 4)) & (i != j)
+            b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, tl.exp2(z), tl.exp2(-z), met)
         else:
-            b_P += tl.where(i == j, scores(b_q.to(tl.float32), b_k.to(tl.float32), b_k.dtype), 0.0)
             for level in tl.range(0, 4):
                 b_E = to_border(b_g, between(level, C), FAST_SUMS)  # [C, BK]
                 b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, b_E, b_E, ((i ^ j) >> level) == 1)
