@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the function that one calls, its checks and its way through autograd (chapter 20).
+"""Kimi Delta Attention: the function that one calls, its checks and its way through autograd (chapter 24).
 
 A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
 the kernels of its plan (launch/plan.py has the picture). These are in portable/kda_forward.py and
