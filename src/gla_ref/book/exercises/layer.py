@@ -1,10 +1,25 @@
-"""Judges of the exercises on the GLA layer: its states, its output (chapter 17)."""
+"""Judges of the exercises on the GLA layer: its parameters, its states, its output (chapter 17)."""
 
 import torch
 import torch.nn.functional as F
 
 from . import exercise
 from ._compare import draw, hold, variants
+from ._predict import ask, numbers
+
+
+@ask("ex-layer-rank")
+def rank():
+    low, full, bias = 16 * (1024 + 512), 1024 * 512, 512
+    mistakes = [
+        ([low, full], "The bias is missing: 512 numbers in either."),
+        ([16 * 1024 * 512 + bias, full + bias], "Two matrices, one after the other: their sizes add."),
+        ([16 * 1024 + bias, full + bias], "The second matrix of the bottleneck is missing, [16, 512]."),
+        ([low + bias, 1024 * 1024 + bias], "The gate has H K = 512 channels, not 1024."),
+        ([full + bias, low + bias], "The two are exchanged: the bottleneck has fewer numbers."),
+    ]
+    hint = "Matrices [1024, 16] and [16, 512], or one [1024, 512], and a bias of 512."
+    return numbers(["through the bottleneck", "as one matrix"], [low + bias, full + bias], mistakes, hint)
 
 
 @exercise("ex-layer-heads", "derive")
