@@ -5,6 +5,20 @@ import torch
 from ... import delta_rule, gated_delta_rule
 from . import Wrong, exercise
 from ._compare import draw, hold, one_head, variants
+from ._predict import predict
+
+predict(
+    "ex-delta-thrice",
+    ["after the first write", "after the second", "after the third"],
+    [4, 6, 7],
+    [
+        ([4, 8, 12], "That adds half of 8 each time. The second write first takes away half of the 4 that it finds."),
+        ([8, 8, 8], "That is beta = 1, which replaces the old value. With beta = 1/2 half of it stays."),
+        ([4, 2, 1], "Those are the corrections. The key finds their sum."),
+        ([4, 4, 4], "After the first write the key finds 4, which is still 4 short of 8: half of that comes on top."),
+    ],
+    "Each write moves the found value halfway to 8.",
+)
 
 
 def _product(rho, v1, v2, own=lambda rho: 1 - rho * rho, other=lambda rho: rho):
