@@ -1,15 +1,12 @@
-"""Compile every configuration of fla's searches, many side by side, before `run.py` or an experiment measures fla.
+"""Compile every configuration of fla's searches, many side by side, before `run.py` measures fla.
 
     python benchmarks/compile_peers.py DIR                    # every shape of the suite
     python benchmarks/compile_peers.py DIR --shapes 256/512 --jobs 8
     python benchmarks/run.py gla --compiled DIR
-    python benchmarks/compile_peers.py DIR --shapes 340M      # a step of fla's model, needs transformers==5.6.2
-    TRITON_CACHE_DIR=DIR python -m gla_ref.experiments throughput --device cuda --only "340M/*"
 
 fla's first call compiles one configuration after the other, for minutes, and measures each. Here each of many
 processes compiles its share and measures nothing; what is measured, and which configuration wins, is the business of
-`run.py` and of the experiment. Triton writes a search's result beside the compiled kernels: those files are removed in
-the end.
+`run.py`. Triton writes a search's result beside the compiled kernels: those files are removed in the end.
 """
 
 import argparse
@@ -29,11 +26,6 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 import run
 from contenders import CONTENDERS
 from suites import SUITES, Case, inputs
-
-from gla_ref.experiments import throughput
-from gla_ref.models import Config
-
-MODELS = throughput.Settings().sizes
 
 
 def shapes() -> dict[str, Case]:
@@ -79,19 +71,6 @@ def operator_once(name: str) -> None:
     torch.autograd.grad(o, [x[n] for n in run.leaves(x)], x["do"])
 
 
-def model_once(size: str, device: str = "cuda", settings: throughput.Settings | None = None) -> None:
-    """Run one layer of fla's model of a size, forward and backward, and its operator, at the experiment's lengths."""
-    fields, _, checkpointing = throughput.SIZES[size]
-    s, config = settings or throughput.Settings(), Config(**fields | {"num_hidden_layers": 1})
-    _, loss = throughput.model_and_loss("fla", config, checkpointing, device)
-    for T in s.lengths:
-        tokens = torch.randint(config.vocab_size, (s.tokens // T, T), device=device)
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=s.precision == "bf16"):
-            value = loss(tokens)
-        value.backward()
-        throughput.operator("fla", config, s.tokens // T, T, s.dtype, device)()
-
-
 def compile_share(names: list[str], piece: int, pieces: int) -> None:
     """Compile a share of the configurations at each of these shapes; a kernel too large for the chip ends its shape."""
     from triton.runtime.errors import OutOfResources
@@ -99,7 +78,7 @@ def compile_share(names: list[str], piece: int, pieces: int) -> None:
     share(piece, pieces)
     for name in names:
         try:
-            (model_once if name in MODELS else operator_once)(name)
+            operator_once(name)
         except OutOfResources as reason:  # if the share has no configuration that fits, fla launches one that does not
             print(f"share {piece} of {pieces} ends {name} early: {reason}", flush=True)
 
@@ -107,7 +86,7 @@ def compile_share(names: list[str], piece: int, pieces: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="to be a TRITON_CACHE_DIR")
-    parser.add_argument("--shapes", nargs="*", choices=[*shapes(), *MODELS], default=list(shapes()))
+    parser.add_argument("--shapes", nargs="*", choices=list(shapes()), default=list(shapes()))
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--seconds", type=float, default=300, help="then what runs is stopped")
     parser.add_argument("--piece", type=int, help=argparse.SUPPRESS)

@@ -1,17 +1,23 @@
 """Compare several GPUs of a host with one in time: one text, its tokens split over them, forward and backward.
 
-    python benchmarks/scaling.py --ranks 4
+    python benchmarks/scaling.py
 
-starts a process for each GPU, and writes results/<gpu>-scaling.json, where a case replaces the older one of the same
-mechanism, length, exchange and number of GPUs. Shapes are (1, T, 16, 128) in bfloat16. One GPU of the same host walks
-the same text in the same run, by the mechanism's own form, as far as its memory reaches (--alone). Before the timing, o
-and every gradient of a short sequence are held against the float64 recurrence, beside one GPU's own error.
+starts a process for each of two GPUs, then for each of four if the host has them (--ranks), and writes
+results/<gpu>-scaling.json after each case, where a case replaces the older one of the same mechanism, length, exchange
+and number of GPUs. Called again, it goes on where it was stopped: cases of
+this commit and this Triton are not measured again. Shapes are (1, T, 16, 128) in bfloat16. One GPU of the same host
+walks the same text in the same run, as far as its memory reaches (--alone): by the mechanism's own call, and in
+segments side by side, as a group of one rank walks it; `alone` is the faster. If one GPU now takes another time than in
+an older record of the mechanism, the records of that commit go: their ratios are to kernels that are called no more.
+Before the timing, o and every gradient of a short sequence are held against the float64 recurrence, beside one GPU's
+own error; `autocast` is how far the same step in autocast is from it.
 
 `seconds` is the median of the slowest rank, between barriers; `replayed` is the same of a CUDA graph of the step, in
-which the host launches nothing, `alone` and `alone_replayed` those of one GPU. `exchange_seconds` is the time of the
-exchanges alone, forward and backward, measured in calls of their own, in which all ranks wait for each other before
-they send; `gather_seconds` that of one all-gather of as many bytes by NCCL, and of next to none. `sent` are the bytes
-that a rank hands to torch.distributed, counted as it does so.
+which the host launches nothing, `alone` and `alone_replayed` those of one GPU. In calls of their own, in which all
+ranks wait for each other before they send, `maps_seconds` is the time of the maps, forward and backward,
+`exchange_seconds` that of the exchanges, and `waiting_seconds` how long the first rank waits for the last one.
+`gather_seconds` is the time of one all-gather of as many bytes by NCCL, and of next to none. `sent` are the bytes that
+a rank hands to torch.distributed, counted as it does so.
 """
 
 import argparse
@@ -35,10 +41,12 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
 from gla_ref import FORMS, context_parallel, results
 from gla_ref.mechanisms import MECHANISMS as KINDS
+from gla_ref.over_ranks import calls
 from gla_ref.over_ranks.exchange import Exchange, Ranks, all_gather
 
-MECHANISMS = ("gla", "linear_attention", "gated_delta_rule")
+MECHANISMS = ("gla", "linear_attention", "gated_delta_rule", "kda")
 KEY = ("mechanism", "tokens", "heads", "size", "ranks", "exchange")
+SAME = 0.1  # a share of one GPU's time by which it may differ from that of an older record
 
 
 def tokens(mechanism: str, T: int, H: int, D: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
@@ -88,6 +96,7 @@ def replayed(call, device: str, repeats: int) -> float | None:
     with torch.cuda.stream(side):
         call()
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.empty_cache()
     with torch.cuda.graph(graph):
         call()
     replayed = seconds(graph.replay, device, repeats)
@@ -113,39 +122,51 @@ def sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def exchanged(call, device: str, repeats: int) -> tuple[float, int]:
-    """(seconds of the exchanges of a forward and backward pass, the median of the slowest rank; bytes sent)."""
-    right, took, sent, found = Exchange.entering, [], [], []
+def parts(call, device: str, repeats: int) -> dict:
+    """Of a forward and backward pass: the times of the maps and the exchanges, of the slowest rank; bytes sent."""
+    took, sent, found = {"maps": 0.0, "exchange": 0.0, "waiting": 0.0}, [], []
 
-    def timed(self, maps, backwards=False):
-        sync(device)
-        dist.barrier()
-        began = time.perf_counter()
-        states = right(self, maps, backwards)
-        sync(device)
-        took.append(time.perf_counter() - began)
-        return states
+    def timed(name, method, apart=False):
+        def wrapped(*args, **options):
+            sync(device)
+            came = time.perf_counter()
+            if apart:
+                dist.barrier()
+                sync(device)
+            began = time.perf_counter()
+            result = method(*args, **options)
+            sync(device)
+            took["waiting"] += began - came
+            took[name] += time.perf_counter() - began
+            return result
 
-    def counted(name):
-        method = getattr(Ranks, name)
+        return wrapped
 
+    def counted(method):
         def wrapped(self, x, *to):
             sent.append(x.nbytes)
             return method(self, x, *to)
 
-        return mock.patch.object(Ranks, name, wrapped)
+        return wrapped
 
-    with mock.patch.object(Exchange, "entering", timed), counted("all_gather"), counted("send"):
+    with (
+        mock.patch.object(calls, "write_map", timed("maps", calls.write_map)),
+        mock.patch.object(calls, "read_map", timed("maps", calls.read_map)),
+        mock.patch.object(Exchange, "entering", timed("exchange", Exchange.entering, apart=True)),
+        mock.patch.object(Ranks, "all_gather", counted(Ranks.all_gather)),
+        mock.patch.object(Ranks, "send", counted(Ranks.send)),
+    ):
         for _ in range(repeats + 2):
-            took.clear()
+            took.update(dict.fromkeys(took, 0.0))
             sent.clear()
+            dist.barrier()
             call()
-            slowest = torch.tensor(sum(took), device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            found.append(slowest.item())
-    most = torch.tensor(sum(sent), device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return sorted(found[2:])[repeats // 2], int(most)
+            every = torch.tensor([*took.values(), -took["waiting"], sum(sent)], dtype=torch.float64, device=device)
+            dist.all_reduce(every, dist.ReduceOp.MAX)
+            found.append(every.tolist())
+    maps, exchange, most, least, n = (statistics.median(x) for x in zip(*found[2:], strict=True))
+    waiting = most + least  # the last rank to come waits for nobody, but for the barrier itself
+    return dict(maps_seconds=maps, exchange_seconds=exchange, waiting_seconds=waiting, sent=int(n))
 
 
 def worst(found: dict, exact: dict) -> float:
@@ -160,62 +181,134 @@ def gib(device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
 
 
-def measure(args, mechanism: str, device: str) -> list[dict]:
-    """The records of one mechanism, the same on every rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    form, forms = getattr(context_parallel, mechanism), FORMS[mechanism]
-    single = forms["triton" if device == "cuda" and "triton" in forms else "chunkwise"]
-    records = []
-    x = tokens(mechanism, args.check * size, 2, min(64, args.size), dtype, device)
-    exact = step(forms["recurrent"], {n: y.double() for n, y in x.items()})
-    error_alone = worst(step(single, x), exact)
-    errors = {way: worst(step(form, own(x, rank, size), exchange=way), own(exact, rank, size)) for way in args.exchange}
-    for T in args.tokens:
-        alone = memory_alone = alone_replayed = None
-        x = tokens(mechanism, T if T <= args.alone else T // size, args.heads, args.size, dtype, device)
-        if T <= args.alone:
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            call = functools.partial(step, single, x)
-            alone, memory_alone = seconds(call, device, args.repeats), gib(device)
-            alone_replayed = replayed(call, device, args.repeats)
-            x = own(x, rank, size)
+def in_autocast(form, device: str):
+    """The form, called in autocast."""
+
+    def inside(*args, **options):
+        with torch.autocast(device, torch.bfloat16):
+            return form(*args, **options)
+
+    return inside
+
+
+class Mechanism:
+    """A mechanism, its forms on several GPUs and on one, and their errors on every rank."""
+
+    def __init__(self, args, name: str, device: str, alone: dist.ProcessGroup):
+        """`alone` is the group of this rank alone."""
+        self.args, self.name, self.device = args, name, device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.form, forms = getattr(context_parallel, name), FORMS[name]
+        own_call = forms["triton" if device == "cuda" and "triton" in forms else "chunkwise"]
+        self.single = {"call": own_call, "segments": functools.partial(self.form, group=alone)}
+        rank, size = dist.get_rank(), dist.get_world_size()
+        x = tokens(name, args.check * size, 4, args.size, self.dtype, device)
+        exact = step(forms["recurrent"], {n: y.double() for n, y in x.items()})
+        self.errors, x_own, exact_own = {}, own(x, rank, size), own(exact, rank, size)
+        error_alone = worst(step(own_call, x), exact)
         for way in args.exchange:
-            if device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            call = functools.partial(step, form, x, exchange=way)
-            record = dict(mechanism=mechanism, tokens=T, heads=args.heads, size=args.size, ranks=size, exchange=way)
-            record |= dict(seconds=seconds(call, device, args.repeats), alone=alone)
-            record |= dict(gib=gib(device), gib_alone=memory_alone)
-            record |= dict(replayed=replayed(call, device, args.repeats), alone_replayed=alone_replayed)
-            record["exchange_seconds"], record["sent"] = exchanged(call, device, args.repeats)
-            record["gather_seconds"] = [gather_seconds(n, device, args.repeats) for n in (record["sent"] // 8, 1)]
-            record |= dict(error=errors[way], error_alone=error_alone)
-            if rank == 0:
-                print(json.dumps(record), flush=True)
-            records.append(record)
-    return records
+            found = step(self.form, x_own, exchange=way)
+            inside = step(in_autocast(self.form, device), x_own, exchange=way)
+            self.errors[way] = dict(
+                error=worst(found, exact_own), error_alone=error_alone, autocast=worst(inside, found)
+            )
+
+    def timed(self, form, x, **options) -> dict:
+        """seconds, replayed and gib of a step."""
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        call = functools.partial(step, form, x, **options)
+        took = seconds(call, self.device, self.args.repeats)
+        return dict(seconds=took, gib=gib(self.device), replayed=replayed(call, self.device, self.args.repeats))
+
+    def records(self, T: int, ways: list[str]):
+        """Yield the record of each exchange, the same on every rank."""
+        args, rank, size = self.args, dist.get_rank(), dist.get_world_size()
+        held = T if T <= args.alone else T // size
+        x, single = tokens(self.name, held, args.heads, args.size, self.dtype, self.device), {}
+        if T <= args.alone:
+            single = {name: self.timed(form, x) for name, form in self.single.items()}
+            x = own(x, rank, size)
+        least = {n: min((y[n] for y in single.values() if y[n]), default=None) for n in ("seconds", "replayed", "gib")}
+        for way in ways:
+            record = dict(mechanism=self.name, tokens=T, heads=args.heads, size=args.size, ranks=size, exchange=way)
+            record |= self.timed(self.form, x, exchange=way)
+            record |= dict(alone=least["seconds"], alone_replayed=least["replayed"], gib_alone=least["gib"])
+            record |= dict(single={name: (y["seconds"], y["replayed"]) for name, y in single.items()})
+            record |= parts(functools.partial(step, self.form, x, exchange=way), self.device, args.repeats)
+            record["gather_seconds"] = [gather_seconds(n, self.device, args.repeats) for n in (record["sent"] // 8, 1)]
+            yield record | self.errors[way]
 
 
-def main() -> int:
+def key(record: dict) -> tuple:
+    return tuple(record[n] for n in KEY)
+
+
+def of_other_kernels(old: dict, records: list[dict]) -> bool:
+    """Whether one GPU took another time, at any length, when the old record was written."""
+
+    def alone(r):
+        return r.get("alone_replayed") or r["alone"]
+
+    def like(r, new):
+        return all(r[n] == new[n] for n in ("mechanism", "heads", "size"))
+
+    by = [r for r in records if like(r, old) and r["commit"] == old["commit"] and alone(r)]
+    now = [r for r in records if like(r, old) and r["commit"] == records[-1]["commit"] and alone(r)]
+    return any(a["tokens"] == b["tokens"] and abs(alone(a) / alone(b) - 1) > SAME for a in by for b in now)
+
+
+def before(out: Path | None) -> list[dict]:
+    """The records of a file; each names its commit and its Triton."""
+    if out is None or not out.exists():
+        return []
+    data = json.loads(out.read_text())
+    return [{n: data["environment"][n] for n in ("commit", "triton")} | r for r in data["scaling"]]
+
+
+def write(out: Path, environment: dict, record: dict) -> None:
+    """Write a record over the older one of its case, and without those of other kernels."""
+    record = record | {n: environment[n] for n in ("commit", "triton")}
+    records = [*(r for r in before(out) if key(r) != key(record)), record]
+    results.write(out, environment, "scaling", [r for r in records if not of_other_kernels(r, records)])
+
+
+def said(r: dict) -> str:
+    """A record in a line: how many times one GPU, and what is missing to the number of GPUs, in ms."""
+    line = f"{r['mechanism']} {r['tokens']:,} {r['exchange']}: {1e3 * r['seconds']:.2f} ms"
+    if r["alone"]:
+        ideal = (r["alone_replayed"] or r["alone"]) / r["ranks"]
+        host = r["seconds"] - (r["replayed"] or r["seconds"])
+        wire = 2 * r["gather_seconds"][0]
+        line += f", {r['alone'] / r['seconds']:.2f} times one GPU"
+        line += f", as graphs {r['alone_replayed'] / r['replayed']:.2f}" if r["replayed"] else ""
+        rest = r["seconds"] - ideal - host - wire
+        shown = {"missing": r["seconds"] - ideal, "host": host, "exchange": wire, "rest": rest}
+        shown |= {"maps": r["maps_seconds"], "waiting": r["waiting_seconds"]}
+        line += "; " + ", ".join(f"{name} {1e3 * x:.2f}" for name, x in shown.items())
+    return f"{line}; error {r['error']:.2g} for {r['error_alone']:.2g}, autocast {r['autocast']:.0e}"
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, required=True, help="GPUs of this host, or processes of a CPU")
+    parser.add_argument("--ranks", type=int, nargs="+", help="processes, one a GPU; default: 2, and 4 if there are 4")
     parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS, choices=MECHANISMS)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1 << n for n in range(16, 23)])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 19, 1 << 16, 1 << 20])
     parser.add_argument("--exchange", nargs="+", default=["all-gather", "pipeline"])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--check", type=int, default=256, help="tokens a rank of the sequence that is checked")
+    parser.add_argument("--check", type=int, default=1024, help="tokens a rank of the sequence that is checked")
     parser.add_argument("--alone", type=int, default=1 << 20, help="the longest sequence that one GPU walks as well")
     parser.add_argument(
         "--out", type=Path, help="where to write; default: results/<gpu>-scaling.json, of a CPU nowhere"
     )
     args = parser.parse_args()
     if not dist.is_torchelastic_launched():
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        return subprocess.run([*launch, *sys.argv], check=False).returncode
+        for n in args.ranks or [n for n in (2, 4) if n == 2 or n <= torch.cuda.device_count()]:
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
+            subprocess.run([*launch, *sys.argv, "--ranks", f"{n}"], check=True)
+        return
     device, options = "cuda" if torch.cuda.is_available() else "cpu", {"timeout": timedelta(seconds=300)}
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -224,13 +317,24 @@ def main() -> int:
         dist.init_process_group("gloo", **options)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     out = args.out or (results.file(f"{gpu} scaling") if gpu else None)
-    for mechanism in args.mechanisms:
-        records = measure(args, mechanism, device)
-        if dist.get_rank() == 0 and out:
-            results.merge(out, results.environment(gpu), "scaling", records, KEY)
+    environment, rank, size = results.environment(gpu), dist.get_rank(), dist.get_world_size()
+    done = {key(r) for r in before(out) if all(r[n] == environment[n] for n in ("commit", "triton"))}
+    alone = [dist.new_group([r]) for r in range(size)][rank]
+    known = {}
+    for T in args.tokens:
+        for name in args.mechanisms:
+            ways = [way for way in args.exchange if (name, T, args.heads, args.size, size, way) not in done]
+            if not ways:
+                continue
+            if name not in known:
+                known[name] = Mechanism(args, name, device, alone)
+            for record in known[name].records(T, ways):
+                if rank == 0:
+                    print(said(record), flush=True)
+                    if out:
+                        write(out, environment, record)
     dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -95,6 +95,12 @@ GATES = {
     "weak": lambda x: -5 * torch.sigmoid(x - 5),
     "middle": lambda x: -5 * torch.sigmoid(x - 2.5),
     "strong": lambda x: -5 * torch.sigmoid(x),
+    "-20": lambda x: torch.full_like(x, -20.0),
+    "1 % of chunks at -20": lambda x: torch.where(
+        (torch.arange(x.shape[1], device=x.device) // 64 % 100 == 50).view(1, -1, *[1] * (x.ndim - 2)),
+        -20.0,
+        logsigmoid(x) / 16,
+    ),
     "copies": lambda x: torch.full_like(x, -2.5),  # but for two channels: see `copied`
 }
 
@@ -311,11 +317,13 @@ def decode_delta() -> list[Case]:
 
 
 def kda() -> list[Case]:
-    """Kimi Delta Attention at three strengths of gates, with and without gradient; a state that they miss."""
+    """Kimi Delta Attention at gates of three strengths and beyond a bound, both ways; a state that cuts miss."""
     shapes = [(1, 2048, 12), (1, 8192, 16), (1, 8192, 24), (4, 2048, 12), (1, 32768, 16), (8, 8192, 16)]
     names = ("triton", "triton_portable", "triton_hopper", "page", "fla_chunk_kda", "cudnn_kda", "cudnn_kda_uncut")
     case = Case("kda", *shapes[1], 128, 128, only=names, directions=("forward", "both"))
     cases = [replace(case, B=B, T=T, H=H, gates=gates) for B, T, H in shapes for gates in ("weak", "middle", "strong")]
+    beyond = replace(case, only=("triton", "fla_chunk_kda"))
+    cases += [replace(beyond, gates=gates) for gates in ("1 % of chunks at -20", "-20")]
     return [*cases, replace(case, gates="copies", directions=("forward",))]
 
 

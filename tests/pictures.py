@@ -14,8 +14,6 @@ from gla_ref.book.viz import Explorable, Frame
 from gla_ref.book.viz.gate_strength import gate_strength
 from gla_ref.book.viz.prefix_sum import prefix_sum
 from gla_ref.book.viz.recall_by_state import recall_by_state
-from gla_ref.book.viz.roofline import roofline
-from gla_ref.book.viz.waits_timeline import waits_timeline
 
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 
@@ -23,11 +21,9 @@ bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 DATA = {  # explorables of an argument
     "prefix_sum_states": lambda: prefix_sum(states=True),
     "gate_strength_ratio": lambda: gate_strength(ratio_only=True),
-    "waits_timeline": lambda: waits_timeline(results.load("h200", kind="waits"), B=8),
     "recall_by_state": lambda: recall_by_state(
         [r for r in results.load("cpu", kind="mqar")["mqar"] if not r["about"]["overwritten"]]
     ),
-    "roofline": lambda: roofline(results.load("h200")),
 }
 MODULES = [m.name for m in pkgutil.iter_modules(viz.__path__) if m.name[0] != "_"]
 EXPLORABLES = {  # a module's function has the module's name

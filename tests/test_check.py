@@ -15,10 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import BREAK, DELTA, pairs, thin
-
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
-
-import false_alarms
+from right_kernels import kernels
 
 from gla_ref import FORMS, check, gla
 from gla_ref.check import MECHANISMS, Case, mistakes, oracle
@@ -71,10 +68,11 @@ FIRST = ("gla", F32, "gate -1"), ("kda", F32, "length 65")
 
 @pytest.mark.parametrize("mechanism, dtype, name", thin(KERNELS, *FIRST))
 def test_right_kernels_pass(mechanism, dtype, name):
-    """`tools/false_alarms.py` does it for all cases, and for thousands of seeds."""
-    for case in (case for case in check.cases(mechanism) if fnmatch(case.name, name)):
-        found = false_alarms.ratios(mechanism, dtype, case, range(2), "cpu")
-        assert all(max(over) <= 1 for over in found.values()), (case.name, found)
+    """On thousands of seeds too: benchmarks/results/nvidia-h200-false-alarms.json, which names its program."""
+    for way, fn in kernels(mechanism, dtype).items():
+        for seed in range(2):
+            report = check.kernel(mechanism, fn, dtype=dtype, only=name, seed=seed)
+            assert report.ok, (way, str(report))
 
 
 @pytest.mark.deep

@@ -12,7 +12,7 @@ from cases import ROOT, in_process, thin
 from delta_problems import problem
 from harness import BF16, CUDA, F32
 
-from gla_ref.book.viz.waits_timeline import waits_timeline
+from gla_ref.book import waits_timeline
 
 sys.path.append(str(ROOT / "benchmarks"))
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
@@ -176,9 +176,7 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
     assert [bool(r["roles"]) for r in kept] == ([False] if broken else [False, True]) + [False, True] * 2
     assert wrong == (["fused at 1 x 128: no clocks"] if broken else [])
     assert "waits for ready" in capsys.readouterr().out
-    if not broken:
-        environment = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
-        assert len(waits_timeline({"environment": environment, "waits": kept}, B=1).frames) == 2
+    assert all(waits_timeline.spans(role) for r in kept for role in r["roles"])
 
 
 COMPILED = """

@@ -18,7 +18,7 @@ from torch import distributed as dist
 import gla_ref
 from gla_ref import context_parallel
 from gla_ref.mechanisms import MECHANISMS
-from gla_ref.over_ranks import maps, planning
+from gla_ref.over_ranks import planning
 from gla_ref.over_ranks.agreement import GRACE, Agreement, Lookout
 from gla_ref.over_ranks.exchange import Ranks
 from gla_ref.over_ranks.maps import Maps, Walk, read_map, write_map
@@ -490,20 +490,6 @@ def test_kernels_find_maps(mechanism):
             assert a.shape == b.shape and error(b.cpu(), a) < 1e-5
 
 
-def test_columns_beyond_a_kernel_are_walked_apart(monkeypatch):
-    def form(*, v, **x):
-        assert v.shape[-1] <= maps.COLUMNS
-        return gla_ref.kda.chunkwise(v=v, **x)
-
-    x, _ = problem("kda")
-    walk, do = Walk(form, False, 0.3, F64), x.pop("do")
-    tokens = {n: y for n, y in x.items() if n not in ("S", "dS")}
-    whole = write_map(walk, tokens), read_map(walk, tokens, do)
-    monkeypatch.setattr(maps, "COLUMNS", 2)
-    for (M, X), ((M_2,), X_2) in zip(whole, (write_map(walk, tokens), read_map(walk, tokens, do)), strict=True):
-        assert error(M_2, M[0]) < 1e-12 and error(X_2, X) < 1e-12
-
-
 @anywhere
 @pytest.mark.parametrize("rows", [1, 6])
 def test_kernels_run_through_maps(rows):
@@ -584,9 +570,12 @@ def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
         assert "carry" not in [launch.name for launch in found.launches], found.why
 
 
-def test_one_gpu_finds_the_states_of_linear_attention_three_times():
-    """In its backward pass (chapter 25): once for each of its walks over a text in segments."""
+def test_one_gpu_finds_the_states_of_linear_attention_once():
+    """In segments, as ranks do: those of S in the forward pass, and those of R by the first walk back (chapter 25)."""
     kernels = pytest.importorskip("gla_ref.kernels")
-    x = meta_tokens("linear_attention", 1 << 19)
-    found = kernels.plan("linear_attention", *x.values(), direction="backward", hardware="sm_90")
-    assert [launch.name for launch in found.launches] == ["walk", "carry", "walk"] * 3
+    for mechanism in ("linear_attention", "simple_gla"):
+        x = meta_tokens(mechanism, 1 << 19)
+        walks = {"forward": ["walk", "carry", "walk"], "backward": ["walk", "carry", "walk", "walk", "walk"]}
+        for direction, names in walks.items():
+            found = kernels.plan(mechanism, *x.values(), direction=direction, hardware="sm_90")
+            assert [step.name for step in found.launches if step.name in names] == names

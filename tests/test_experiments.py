@@ -9,7 +9,7 @@ import torch
 from experiment_runs import tiny
 
 from gla_ref import results
-from gla_ref.experiments import EXPERIMENTS, ablations, language, mqar, throughput
+from gla_ref.experiments import EXPERIMENTS, ablations, language, mqar
 from gla_ref.experiments._driver import carry_out_all, is_done
 from gla_ref.experiments.runs import Training
 from gla_ref.models import LanguageModel
@@ -30,10 +30,6 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
         assert record["run"]["settings"] == run.fingerprint()["settings"]
         assert record["environment"]["torch"] == torch.__version__ and record["environment"]["date"]
         assert record["seconds"] > 0 and record["parameters"] > 0
-        if run.training is None:
-            assert [x["T"] for x in record["lengths"]] == list(run.settings.lengths)
-            assert all(x["ms"] > 0 and x["operator ms"] > 0 and x["loss"] > 0 for x in record["lengths"])
-            continue
         assert record["learning rate"] > 0 and not record["diverged"]
         steps, losses = zip(*record["curve"], strict=True)
         assert steps == tuple(range(1, run.training.steps + 1)) and all(math.isfinite(x) for x in losses)
@@ -107,9 +103,6 @@ WRONG = [
     (language, "tokens", 8, ValueError),
     (ablations, "changes", ("rank 3",), ValueError),
     (ablations, "size", "7B", ValueError),
-    (throughput, "contenders", ("mamba",), ValueError),
-    (throughput, "tokens", 33, ValueError),
-    (throughput, "precision", "fp8", ValueError),
 ]
 
 

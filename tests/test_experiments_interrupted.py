@@ -1,7 +1,6 @@
 """Experiments that are interrupted, killed or fail: the numbers are as if nothing had been, the other runs go on."""
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from experiment_runs import fixed, tiny
+from filelock import FileLock, Timeout
 
 from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, _driver, ablations, mqar, texts
-from gla_ref.experiments._driver import carry_out_all, do
+from gla_ref.experiments._driver import carry_out_all, do, is_done
 
 
 def numbers(record: dict) -> dict:
@@ -91,12 +91,11 @@ def when_saved(folder: Path, act) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.deep)])
-def test_an_interrupt_leaves_checkpoints_and_a_summary(jobs, place, tmp_path, capfd):
+def test_an_interrupt_leaves_checkpoints_and_a_summary(place, tmp_path, capfd):
     runs, file = tiny("ablations", rate_steps=400), tmp_path / "r.json"
     before = signal.getsignal(signal.SIGINT)  # in a shell's background it is to ignore
     interrupt = when_saved(place.folder, lambda: os.kill(os.getpid(), signal.SIGINT))
-    outcome = carry_out_all(runs, replace(place, save_every=0.2), file, jobs)
+    outcome = carry_out_all(runs, replace(place, save_every=0.2), file)
     interrupt.join()
     assert "interrupted: runs stop with a checkpoint" in capfd.readouterr().err
     assert len(outcome.left) >= 3 and not outcome.failed and len(outcome.left) + len(outcome.done) == len(runs)
@@ -105,44 +104,31 @@ def test_an_interrupt_leaves_checkpoints_and_a_summary(jobs, place, tmp_path, ca
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_killed_worker_is_its_runs_failure(place, tmp_path):
-    runs, file = tiny("ablations", rate_steps=12)[:2], tmp_path / "r.json"
-
-    def kill():
-        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-
-    when_saved(place.folder, kill)
-    outcome = carry_out_all(runs, replace(place, save_every=0.0), file, 2)
-    ((name, reason),) = outcome.failed.items()
-    assert "its process was killed" in str(reason) and len(outcome.done) == len(runs) - 1
-    assert carry_out_all(runs, place, file).failed == {}  # the next call goes on
-    assert len(results.read(file, "ablations")) == len(runs)
-
-
-def test_workers_of_a_gpu_leave_the_cores_to_one_another(place, monkeypatch):
-    threads, run = torch.get_num_threads(), tiny("mqar")[0]
-    monkeypatch.setattr(_driver, "do", lambda run, place, file: torch.get_num_threads())
-    try:
-        torch.set_num_threads(2)
-        assert _driver._do_in_worker(run, place, None) == 2
-        assert _driver._do_in_worker(run, replace(place, device="cuda:1"), None) == 1
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_two_programs_share_runs(place, tmp_path, capfd):
-    """A run that another program carries out is left to it; one that it has finished since is not done again."""
-    from filelock import FileLock
-
+def test_two_programs_share_runs(place, tmp_path):
+    """A run that another program carries out is waited for; one that it has finished since is not done again."""
     runs, file = tiny("ablations")[:2], tmp_path / "r.json"
-    lock = runs[0].file(place.folder, ".lock")
-    lock.parent.mkdir(parents=True)
-    with FileLock(lock):
-        outcome = carry_out_all(runs, place, file)
+    lock = FileLock(runs[0].file(place.folder, ".lock"), thread_local=False)
+    Path(lock.lock_file).parent.mkdir(parents=True)
+    with lock:
+        outcome = carry_out_all(runs, replace(place, deadline=time.time() + 2), file)
     assert outcome.left == [runs[0].name] and outcome.done == [runs[1].name]
-    assert f"{runs[0].name}: another process carries it out" in capfd.readouterr().err
-    record = carry_out_all(runs, place, file) and results.read(file, "ablations")[1]
-    assert do(runs[0], place, file) == record
+    lock.acquire()
+    threading.Timer(0.5, lock.release).start()
+    assert carry_out_all(runs, place, file).done == [runs[1].name, runs[0].name]
+    assert do(runs[0], place, file) == results.read(file, "ablations")[1]
+
+
+@pytest.mark.deep  # a process of its own
+def test_a_program_side_by_side_does_what_this_one_leaves(place, tmp_path, monkeypatch):
+    from gla_ref.experiments.__main__ import main
+
+    def only_look(run, place, file):
+        return next((r for r in results.read(file, "ablations") if is_done(run, (r,))), Timeout("elsewhere"))
+
+    monkeypatch.setattr(_driver, "do", only_look)
+    where = ["--records", str(tmp_path / "r.json"), "--folder", str(place.folder), "--texts", str(place.texts)]
+    assert main(["ablations", "--preset", "tiny", "--seeds", "1", "--jobs", "2", "--minutes", "2", *where]) == 0
+    assert len(results.read(tmp_path / "r.json", "ablations")) == 4
 
 
 def test_one_failure_does_not_cost_the_rest(place, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from experiment_runs import BOOK, leaves
 
 from gla_ref.experiments import language, mqar, texts
-from gla_ref.experiments.questions import answer_logits, distinct, judged
+from gla_ref.experiments.mqar import answer_logits, distinct, judged
 from gla_ref.experiments.runs import Place, dice
 from gla_ref.models import MIXERS, Config, LanguageModel
 

@@ -21,7 +21,7 @@ from gla_ref.kernels import delta as kernels
 from gla_ref.kernels.delta import delta_rule, gated_delta_rule
 from gla_ref.kernels.kda import kda
 from gla_ref.kernels.launch.hardware import CLASSES
-from gla_ref.kernels.portable.delta_forward import choose_length, inverse
+from gla_ref.kernels.portable.delta_forward import choose_path, inverse
 from gla_ref.kernels.steps import delta_rule_step, gated_delta_rule_step, kda_step
 
 KERNELS = {"delta_rule": delta_rule, "gated_delta_rule": gated_delta_rule, "kda": kda}
@@ -192,13 +192,13 @@ def test_gates_alone_may_need_no_gradient(mechanism):
 
 
 def test_choice_of_segments():
-    choose = functools.partial(choose_length, multiprocessors=132)
-    assert choose(16, 512) == 64
-    assert choose(33, 512) == 128
-    assert choose(34, 512) is None  # three segments would take as long
-    assert choose(1, 63) is None  # too short to cut
-    assert choose(1, 64) == 16
-    assert choose(32, 512, packed=16) == 16
+    choose = functools.partial(choose_path, multiprocessors=132)
+    assert choose(16, 512) == ("segmented", 64)
+    assert choose(33, 512) == ("segmented", 128)
+    assert choose(34, 512) == ("fused", 512)  # three segments would take as long
+    assert choose(1, 63) == ("fused", 63)  # too short to cut
+    assert choose(1, 64) == ("segmented", 16)
+    assert choose(32, 512, packed=16) == ("segmented", 16)
 
 
 WALK = """

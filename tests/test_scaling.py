@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 from cases import meta_tokens
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import scaling as program
+
 from gla_ref.book import scaling
-from gla_ref.book.scaling import (
-    GLA,
-    H200,
-    WAYS,
-    Sizes,
-    exchange,
-    gather_seconds,
-    pipeline_seconds,
-    ring_attention,
-    schedule,
-)
+from gla_ref.book.scaling import GLA, H200, Sizes, exchange, gather_seconds, pipeline_seconds, ring_attention, schedule
 from gla_ref.book.viz import ranks_over_time as viz
 from gla_ref.context_parallel import LINKS
 
@@ -47,12 +41,12 @@ def test_times_are_those_of_the_formulas(ranks):
 
 
 def test_more_ranks_are_slower_to_reach():
-    for way in WAYS[1:]:
+    for way in ("all-gather", "pipeline"):
         times = [exchange(way, 2**n, GLA, H200) for n in range(11)]
         assert times[0] == 0 and times == sorted(times)
 
 
-@pytest.mark.parametrize("way", WAYS[:3])
+@pytest.mark.parametrize("way", ["one after another", "all-gather", "pipeline"])
 def test_a_schedule_waits_for_what_it_needs(way):
     tasks = schedule(way, 2**20, 4)
     for r in range(4):
@@ -60,7 +54,7 @@ def test_a_schedule_waits_for_what_it_needs(way):
         assert [t.job for t in own if t.stop > t.start][-1] == "walk"
         assert all(math.isclose(a.stop, b.start) for a, b in zip(own, own[1:], strict=False))
     walks = {t.rank: t for t in tasks if t.job == "walk"}
-    if way == WAYS[0]:
+    if way == "one after another":
         assert all(walks[r + 1].start > walks[r].stop for r in range(3))
     else:
         assert walks[3].start < walks[0].stop, "no rank waits for another one's walk"
@@ -71,7 +65,7 @@ def test_one_gpu_and_many_are_charged_alike(ranks):
     tokens = 2**24
     for way in ("all-gather", "pipeline"):
         done, alone = (max(t.stop for t in schedule(way, tokens, n)) for n in (ranks, 1))
-        assert alone == schedule(WAYS[0], tokens, 1)[-1].stop
+        assert alone == schedule("one after another", tokens, 1)[-1].stop
         assert ranks > alone / done > 0.97 * ranks
         waited = exchange(way, ranks, GLA, H200)
         assert math.isclose(done, alone / ranks + waited), "the last rank waits for one exchange, and for no walk"
@@ -86,7 +80,7 @@ def test_ring_attention_sends_keys_and_values():
 
 @pytest.mark.parametrize("call", [lambda: exchange("ring", 4, GLA, H200), lambda: schedule("ring", 4096, 4)])
 def test_unknown_ways_are_refused(call):
-    with pytest.raises(ValueError, match="way: expected one of .*, got 'ring'"):
+    with pytest.raises(ValueError, match="way: expected all-gather or pipeline, got 'ring'"):
         call()
 
 
@@ -106,16 +100,33 @@ def test_the_figure_says_what_the_schedule_does():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_program_that_measures(tmp_path, ranks):
     """Tiny, with processes of a CPU: bytes are those of the plan, and the record says all that chapter 25 shows."""
-    program, out = Path(__file__).parents[1] / "benchmarks/scaling.py", tmp_path / "scaling.json"
-    options = f"--ranks {ranks} --tokens 64 --heads 2 --size 8 --repeats 1 --check 8 --alone 64".split()
-    subprocess.run([sys.executable, program, *options, "--out", out], check=True, capture_output=True, timeout=300)
+    out = tmp_path / "scaling.json"
+    options = f"--ranks {ranks} --tokens 64 --heads 2 --size 8 --repeats 1 --check 8 --alone 64 --out {out}".split()
+
+    def measure():
+        line = [sys.executable, program.__file__, *options]
+        return subprocess.run(line, check=True, capture_output=True, timeout=300).stdout
+
+    measure()
     found = {(r["mechanism"], r["exchange"]): r for r in json.loads(out.read_text())["scaling"]}
-    assert len(found) == 6
+    assert len(found) == 8
     for (mechanism, way), r in found.items():
-        decay = 0 if way == "pipeline" else {"gla": 8, "linear_attention": 1, "gated_delta_rule": 64}[mechanism]
-        assert r["ranks"] == ranks and r["error"] < 1e-4 and r["seconds"] > 0 and r["alone"] > 0
-        assert 0 < r["exchange_seconds"]
+        decay = 0 if way == "pipeline" else {"gla": 8, "linear_attention": 1}.get(mechanism, 64)
+        assert r["ranks"] == ranks and r["error"] < 1e-4 and r["autocast"] == 0 and r["seconds"] > 0
+        assert r["alone"] == min(r["single"][how][0] for how in ("call", "segments"))
+        assert 0 < min(r["exchange_seconds"], r["maps_seconds"]) and 0 <= r["waiting_seconds"]
         blocks = 1
         once = 4 * (2 * (8 * 8 + decay) + blocks)
         ways = 2 if way == "all-gather" or ranks > 2 else 1  # in a pipeline of two each rank sends one way
         assert r["sent"] == ways * once
+    before = out.read_bytes()
+    assert not measure() and out.read_bytes() == before, "each case has been measured by this commit"
+
+
+def test_a_record_goes_when_one_gpu_takes_another_time():
+    old = dict(mechanism="gla", heads=16, size=128, ranks=4, tokens=1 << 16, exchange="pipeline", commit="a")
+    long = old | dict(tokens=1 << 22, alone=None)  # its commit's other records speak for it
+    new = old | dict(ranks=2, commit="b", alone=1.0)
+    for alone, gone in ((1.05, []), (1.3, [True, True]), (0.7, [True, True])):
+        records = [old | dict(alone=alone), long, old | dict(mechanism="kda", alone=alone), new]
+        assert [True for r in records if program.of_other_kernels(r, records)] == gone

@@ -100,7 +100,7 @@ def test_page_gets_question_legend_and_parts():
 # -- every explorable --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", thin(EXPLORABLES, *(set(EXPLORABLES) - {"roofline", "gate_strength"})))
+@pytest.mark.parametrize("name", thin(EXPLORABLES, *(set(EXPLORABLES) - {"gate_strength"})))
 def test_every_control_changes_picture_and_readout(name):
     explorable = EXPLORABLES[name]()
     first = at(explorable, explorable.start)

@@ -41,10 +41,10 @@ def frozen_gates(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
 
 
 def borders(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
-    """The maps of a piece, from left to right and back; of a decay, the message of eight segments and its reading."""
+    """The maps of a piece, with and without its reads; of a decay, both ways, and the message of eight segments."""
     q, k, v, g, beta = (spec_of(n, given.get(n)) for n in ("q", "k", "v", "g", "beta"))
     if beta:
-        return [border.plan_written(hardware, k, v, g, beta), border.plan_read(hardware, q, k, v, g, beta)]
+        return [border.plan_written(hardware, q, k, v, g, beta, 1.0, reads) for reads in (True, False)]
     rows, N, H, K, V = k.shape[3] if len(g.shape) == 4 else 1, 2, *given["initial_state"].shape[1:]
     found = []
     for backwards in (False, True):
@@ -248,6 +248,8 @@ WIDE = {
     "border simple": Case("simple_gla", 128, 128, "bfloat16", "float32", planned=borders),
     "border delta": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=borders),
     "border delta shared": Case("gated_delta_rule", 64, 256, "float16", "float32", planned=borders, shared=True),
+    "border kda": Case("kda", 128, 128, "bfloat16", "float32", planned=borders),
+    "border kda shared": Case("kda", 64, 256, "float16", "float32", planned=borders, shared=True),
     "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32", kernel="portable"),
     "delta wide float16": Case("delta_rule", 256, 256, "float16", kernel="portable"),
     "delta wide segments": gated(256, 256, "bfloat16", "float32", kernel="portable", path="segmented"),

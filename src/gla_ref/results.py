@@ -191,10 +191,10 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
         gpu: a part of the GPU's name, such as "h200", or "cpu"; None takes the first file by name.
         folder: where the files are; None looks in the checkout of this package, then in the working
             directory and the directories above it.
-        kind: "records" of run.py, "first" of first.py, "checks" of check_peers.py, "scaling" of scaling.py,
+        kind: "records" of run.py, "checks" of check_peers.py, "scaling" of scaling.py,
             "trainings" of split_training.py, "waits" of clocks.py or "museum" of `python -m gla_ref check --museum`;
-            of :mod:`gla_ref.experiments` the experiment's name; "steps", "parts", "late reads", "models" and
-            "trials", whose environment names where they come from.
+            of :mod:`gla_ref.experiments` the experiment's name; "first", "throughput", "steps", "parts",
+            "late reads", "models" and "trials", whose environment names where they come from.
 
     Returns:
         The content of the file, or None if there is no such file.
@@ -235,7 +235,7 @@ def tritons(data: dict) -> set[str]:
     e = data.get("environment", data)
     if e["gpu"] in (None, "CPU"):
         return set()
-    named = {r["triton"] for kind in ("versions", "records") for r in data.get(kind, ()) if "triton" in r}
+    named = {r["triton"] for kind in ("versions", "records", "scaling") for r in data.get(kind, ()) if "triton" in r}
     return named or {e["triton"]}
 
 

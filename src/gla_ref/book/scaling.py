@@ -18,7 +18,6 @@ from ..over_ranks.links import LINKS, Wire, gather_seconds, pipeline_seconds
 __all__ = [
     "GLA",
     "H200",
-    "WAYS",
     "Machine",
     "Sizes",
     "Task",
@@ -53,8 +52,6 @@ class Machine(NamedTuple):
 #: network for each GPU. A message between hosts is taken to cost as much as one inside a host; 5 µs per hop between
 #: hosts is an assumption
 H200 = Machine(4.8e12, 989e12, LINKS["nccl"], LINKS["nccl"]._replace(hop=5e-6, bandwidth=50e9), 8)
-#: ways to bring states to all ranks
-WAYS = ("one after another", "all-gather", "pipeline")
 
 
 class Sizes(NamedTuple):
@@ -105,15 +102,14 @@ def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int |
     Raises:
         ValueError: there is no such way.
     """
-    hosts = ranks > machine.host
-    wire = machine.far if hosts else machine.near
+    wire = machine.far if ranks > machine.host else machine.near
+    if way not in ("all-gather", "pipeline"):
+        raise ValueError(f"way: expected all-gather or pipeline, got {way!r}")
     if ranks == 1:
         return 0.0
     if way == "all-gather":  # round a ring, whose slowest wire limits the speed
         return gather_seconds(wire, ranks, sizes.map)
-    if way == "pipeline":
-        return _pipeline(ranks, sizes, machine, blocks or _blocks(ranks, sizes, machine))
-    raise ValueError(f"way: expected one of {', '.join(WAYS[1:])}, got {way!r}")
+    return _pipeline(ranks, sizes, machine, blocks or _blocks(ranks, sizes, machine))
 
 
 def _blocks(ranks: int, sizes: Sizes, machine: Machine) -> int:
@@ -147,12 +143,12 @@ class Task(NamedTuple):
 def schedule(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> list[Task]:
     """Return the schedule of a layer's forward pass over `tokens` in equal pieces; one rank stands for one GPU alone.
 
+    `way` is "one after another", or one of :func:`exchange`.
+
     Raises:
         ValueError: there is no such way.
     """
     own, walk = _forward(tokens // ranks, sizes, machine)
-    if way not in WAYS:
-        raise ValueError(f"way: expected one of {', '.join(WAYS)}, got {way!r}")
     tasks, wire = [], machine.near if ranks <= machine.host else machine.far
     hop, blocks = wire.message + sizes.state / wire.bandwidth, _blocks(ranks, sizes, machine)
     for r in range(ranks):

@@ -23,25 +23,10 @@ from torch import Tensor
 
 from .. import FORMS
 from ..gates import softplus_gate
-from .libraries import function
+from .libraries import FROM_FLA, FUNCTIONS, function
 
-COMPUTES = {  # functions of fla, and their mechanisms
-    "chunk_gla": "gla",
-    "fused_recurrent_gla": "gla",
-    "chunk_simple_gla": "simple_gla",
-    "fused_chunk_simple_gla": "simple_gla",
-    "fused_recurrent_simple_gla": "simple_gla",
-    "chunk_linear_attn": "linear_attention",
-    "fused_chunk_linear_attn": "linear_attention",
-    "fused_recurrent_linear_attn": "linear_attention",
-    "chunk_delta_rule": "delta_rule",
-    "fused_recurrent_delta_rule": "delta_rule",
-    "chunk_gated_delta_rule": "gated_delta_rule",
-    "fused_recurrent_gated_delta_rule": "gated_delta_rule",
-    "chunk_kda": "kda",
-    "fused_recurrent_kda": "kda",
-}
-MODULES = {"linear_attention": "linear_attn"}  # modules of fla.ops whose names differ from the mechanism's
+# functions of fla, and their mechanisms: all its kernels but one, which has no states
+COMPUTES = {it.name: it.mechanism for it in FROM_FLA if it.devices == ("cuda",) and "initial_state" in it.takes}
 __all__ = [*COMPUTES, "Installed", "install", "mechanism", "theirs"]
 
 
@@ -89,7 +74,8 @@ def install(*names: str) -> "Installed":
     """
     pairs = []
     for name in names or COMPUTES:
-        path = f"fla.ops.{MODULES.get(mechanism(name), mechanism(name))}"
+        mechanism(name)  # raises the error
+        path = FUNCTIONS[f"fla.{name}"].module
         try:
             module = importlib.import_module(path)
         except ModuleNotFoundError as error:
@@ -223,8 +209,8 @@ def fused_recurrent_gla(
     state_v_first=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
     """Call :func:`chunk_gla` with gates on keys (`gk`), on values (`gv`, `[B, T, H, V]`), both or neither."""
-    _refuse(reverse=reverse)
-    rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(state_v_first, **kwargs)
+    state_v_first = _state_v_first(state_v_first, reverse=reverse, **kwargs)
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
     if gk is None and gv is None:
         return _ours("linear_attention", (q, k, v), *rest)
     gk = q.new_zeros(()).expand(q.shape) if gk is None else gk
@@ -287,10 +273,8 @@ def fused_recurrent_simple_gla(
     state_v_first=False, cu_seqlens=None, **kwargs,
 ):  # fmt: skip
     """Call :func:`chunk_simple_gla`."""
-    _refuse(reverse=reverse)
-    state_v_first = _state_v_first(state_v_first, **kwargs)
-    tail = scale, initial_state, output_final_state, state_v_first, cu_seqlens
-    return chunk_simple_gla(q, k, v, g, g_gamma, *tail)
+    state_v_first = _state_v_first(state_v_first, reverse=reverse, **kwargs)
+    return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
 
 
 def fused_chunk_linear_attn(
@@ -385,9 +369,9 @@ def fused_recurrent_delta_rule(
     q, k, v, beta=None, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
     cu_seqlens=None,
 ):  # fmt: skip
-    """Call the kernel of :func:`chunk_delta_rule`; without beta, write strengths are 1."""
-    rest = scale, initial_state, output_final_state, cu_seqlens
-    return _delta("delta_rule", q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
+    """Call :func:`chunk_delta_rule`; without beta, write strengths are 1."""
+    rest = scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
+    return chunk_delta_rule(q, k, v, beta, *rest)
 
 
 def chunk_gated_delta_rule(
@@ -440,12 +424,11 @@ def fused_recurrent_gated_delta_rule(
 
     With `gk`, log gates for channels `[B, T, HV, K]`, alone or added to g, this is KDA.
     """
-    _refuse(gv=gv)
+    state_v_first = _state_v_first(state_v_first, gv=gv, **kwargs)
     g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias)
     mechanism = "kda" if gk is not None else "delta_rule" if g is None else "gated_delta_rule"
     if gk is not None:
         g = gk if g is None else g[..., None] + gk
-    state_v_first = _state_v_first(state_v_first, **kwargs)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
     return _delta(mechanism, q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)

@@ -27,6 +27,14 @@ __all__ = ["FUNCTIONS", "Function", "function"]
 
 LOWEST = -1e3  # gates of the check kit that are finite
 OPTIONS = ("scale", "initial_state", "cu_seqlens")
+FLA = {"linear_attention": "linear_attn"}  # modules of fla.ops whose names differ from the mechanism's
+BOTH = ("cpu", "cuda")
+IN_WORDS = {"q": "query", "k": "key", "v": "value"}
+WITH_STATE = {"output_final_state": True}  # fla returns no state unless asked to
+NOT_DIVIDED = {"normalize": False}  # linear attention, which fla normalises unless told not to
+STATELESS = {"state": False}
+FLOAT32 = {"dtypes": ("fp32",)}  # it returns float32, or cannot multiply it by other tokens
+EVEN = {"multiples": {"K": 2, "V": 2}}  # as chunk_bwd_dv asserts
 
 
 @dataclass(frozen=True)
@@ -79,30 +87,21 @@ class Function:
         return ", ".join(filter(None, words)) or "everything"
 
 
-def _fla(mechanism: str, module: str, name: str, **fields) -> Function:
-    """A kernel of fla, for gates from logsigmoid, which are finite."""
-    options = {"output_final_state": True}
-    supports = {"min_gate": LOWEST} if MECHANISMS[mechanism].named("gate") else {}
-    it = Function(mechanism, f"fla.ops.{module}", name, options=options, supports=supports, source="its docstring")
-    return replace(it, **fields) if fields else it
+def _fla(mechanism: str, name: str, **fields) -> Function:
+    """A kernel of fla, for gates from logsigmoid, which are finite; `supports` says more of its claim."""
+    module = FLA.get(mechanism, mechanism)
+    supports = ({"min_gate": LOWEST} if MECHANISMS[mechanism].named("gate") else {}) | fields.pop("supports", {})
+    fields = {"options": WITH_STATE, "source": "its docstring"} | fields
+    return Function(mechanism, f"fla.ops.{module}", name, supports=supports, **fields)
 
 
-def _naive(mechanism: str, module: str, name: str, multiple: int = 1, **fields) -> Function:
+def _naive(mechanism: str, name: str, multiple: int = 1, **fields) -> Function:
     """A reference of fla in PyTorch, which has neither documentation nor packed sequences."""
-    supports = {"packed": False}
+    supports = {"packed": False} | fields.pop("supports", {})
     supports |= {"multiples": {"T": multiple}} if multiple > 1 else {}
-    supports |= {"min_gate": LOWEST} if MECHANISMS[mechanism].named("gate") else {}
-    supports |= fields.pop("supports", {})
-    fields = {"takes": OPTIONS[:2], "options": {"output_final_state": True}} | fields
-    return Function(
-        mechanism,
-        f"fla.ops.{module}.naive",
-        name,
-        ("cpu", "cuda"),
-        supports=supports,
-        source="its signature and assertions",
-        **fields,
-    )
+    fields = {"devices": BOTH, "takes": OPTIONS[:2], "source": "its signature and assertions"} | fields
+    kernel = _fla(mechanism, name, supports=supports, **fields)
+    return replace(kernel, module=f"{kernel.module}.naive")
 
 
 def _transformers(name: str) -> Function:
@@ -111,10 +110,10 @@ def _transformers(name: str) -> Function:
         "gated_delta_rule",
         "transformers.models.qwen3_next.modeling_qwen3_next",
         name,
-        ("cpu", "cuda"),
+        BOTH,
         takes=("initial_state",),
-        names={"q": "query", "k": "key", "v": "value"},
-        options={"output_final_state": True},
+        names=IN_WORDS,
+        options=WITH_STATE,
         grouped=False,
         bare=True,
         supports={"packed": False, "min_gate": LOWEST},
@@ -134,7 +133,7 @@ def _sdpa(backend: str, *devices: str, supports: Mapping | Callable | None = Non
         "scaled_dot_product_attention",
         devices,
         takes=("scale",),
-        names={"q": "query", "k": "key", "v": "value"},
+        names=IN_WORDS,
         options={"is_causal": True},
         heads_first=True,
         backend=backend,
@@ -143,89 +142,49 @@ def _sdpa(backend: str, *devices: str, supports: Mapping | Callable | None = Non
     )
 
 
-STATELESS = {"state": False}
-FLOAT32 = {"dtypes": ("fp32",)}  # it returns float32, or cannot multiply it by other tokens
-EVEN = {"multiples": {"K": 2, "V": 2}}  # as chunk_bwd_dv asserts
-FUNCTIONS = {
-    "fla.chunk_gla": _fla("gla", "gla", "chunk_gla"),
-    "fla.fused_recurrent_gla": _fla("gla", "gla", "fused_recurrent_gla", names={"g": "gk"}),
-    "fla.chunk_simple_gla": _fla("simple_gla", "simple_gla", "chunk_simple_gla"),
-    "fla.fused_chunk_simple_gla": _fla("simple_gla", "simple_gla", "fused_chunk_simple_gla"),
-    "fla.fused_recurrent_simple_gla": _fla("simple_gla", "simple_gla", "fused_recurrent_simple_gla"),
-    "fla.parallel_simple_gla": _fla(
-        "simple_gla",
-        "simple_gla",
-        "parallel_simple_gla",
-        takes=("scale", "cu_seqlens"),
-        options={},
-        supports=STATELESS | {"min_gate": LOWEST},
-    ),
-    **{
-        f"fla.{name}": _fla(
-            "linear_attention", "linear_attn", name, options={"normalize": False, "output_final_state": True}
-        )
-        for name in ("fused_chunk_linear_attn", "fused_recurrent_linear_attn")
-    },
-    "fla.chunk_linear_attn": _fla(
-        "linear_attention",
-        "linear_attn",
-        "chunk_linear_attn",
-        options={"normalize": False, "output_final_state": True},
-        supports=EVEN,
-    ),
-    "fla.chunk_delta_rule": _fla("delta_rule", "delta_rule", "chunk_delta_rule", grouped=False),
-    "fla.fused_recurrent_delta_rule": _fla("delta_rule", "delta_rule", "fused_recurrent_delta_rule", grouped=False),
-    "fla.chunk_gated_delta_rule": _fla("gated_delta_rule", "gated_delta_rule", "chunk_gated_delta_rule"),
-    "fla.fused_recurrent_gated_delta_rule": _fla(
-        "gated_delta_rule", "gated_delta_rule", "fused_recurrent_gated_delta_rule"
-    ),
-    "fla.chunk_kda": _fla("kda", "kda", "chunk_kda"),
-    "fla.fused_recurrent_kda": _fla("kda", "kda", "fused_recurrent_kda"),
-    "fla.naive_recurrent_gla": _naive("gla", "gla", "naive_recurrent_gla", takes=("initial_state",), names={"g": "gk"}),
-    "fla.naive_recurrent_simple_gla": _naive("simple_gla", "simple_gla", "naive_recurrent_simple_gla"),
-    "fla.naive_chunk_simple_gla": _naive("simple_gla", "simple_gla", "naive_chunk_simple_gla", supports=FLOAT32),
-    "fla.naive_parallel_simple_gla": _naive(
-        "simple_gla",
-        "simple_gla",
-        "naive_parallel_simple_gla",
-        takes=("scale",),
-        options={},
-        supports=STATELESS | FLOAT32,
-    ),
-    "fla.naive_recurrent_linear_attn": _naive("linear_attention", "linear_attn", "naive_recurrent_linear_attn"),
-    "fla.naive_chunk_linear_attn": _naive(
-        "linear_attention",
-        "linear_attn",
-        "naive_chunk_linear_attn",
-        64,
-        takes=("scale",),
-        options={},
-        supports=STATELESS,
-    ),
-    "fla.delta_rule_recurrence": _naive(
-        "delta_rule", "delta_rule", "delta_rule_recurrence", takes=("initial_state",), heads_first=True, grouped=False
-    ),
-    "fla.delta_rule_chunkwise": _naive(
-        "delta_rule",
+FROM_FLA = (
+    _fla("gla", "chunk_gla"),
+    _fla("gla", "fused_recurrent_gla", names={"g": "gk"}),
+    _fla("simple_gla", "chunk_simple_gla"),
+    _fla("simple_gla", "fused_chunk_simple_gla"),
+    _fla("simple_gla", "fused_recurrent_simple_gla"),
+    _fla("simple_gla", "parallel_simple_gla", takes=("scale", "cu_seqlens"), options={}, supports=STATELESS),
+    _fla("linear_attention", "fused_chunk_linear_attn", options=NOT_DIVIDED | WITH_STATE),
+    _fla("linear_attention", "fused_recurrent_linear_attn", options=NOT_DIVIDED | WITH_STATE),
+    _fla("linear_attention", "chunk_linear_attn", options=NOT_DIVIDED | WITH_STATE, supports=EVEN),
+    _fla("delta_rule", "chunk_delta_rule", grouped=False),
+    _fla("delta_rule", "fused_recurrent_delta_rule", grouped=False),
+    _fla("gated_delta_rule", "chunk_gated_delta_rule"),
+    _fla("gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    _fla("kda", "chunk_kda"),
+    _fla("kda", "fused_recurrent_kda"),
+    _naive("gla", "naive_recurrent_gla", takes=("initial_state",), names={"g": "gk"}),
+    _naive("simple_gla", "naive_recurrent_simple_gla"),
+    _naive("simple_gla", "naive_chunk_simple_gla", supports=FLOAT32),
+    _naive("simple_gla", "naive_parallel_simple_gla", takes=("scale",), options={}, supports=STATELESS | FLOAT32),
+    _naive("linear_attention", "naive_recurrent_linear_attn"),
+    _naive("linear_attention", "naive_chunk_linear_attn", 64, takes=("scale",), options={}, supports=STATELESS),
+    _naive("delta_rule", "delta_rule_recurrence", takes=("initial_state",), heads_first=True, grouped=False),
+    _naive(
         "delta_rule",
         "delta_rule_chunkwise",
         32,
         takes=(),
         options={},
+        supports=STATELESS | FLOAT32,
         heads_first=True,
         grouped=False,
-        supports=STATELESS | FLOAT32,
     ),
-    **{
-        f"fla.{name}": _naive("gated_delta_rule", "gated_delta_rule", name, supports=FLOAT32)
-        for name in ("naive_recurrent_gated_delta_rule", "naive_chunk_gated_delta_rule")
-    },
-    "fla.naive_recurrent_kda": _naive("kda", "kda", "naive_recurrent_kda"),
-    "fla.naive_chunk_kda": _naive("kda", "kda", "naive_chunk_kda", 64),
+    _naive("gated_delta_rule", "naive_recurrent_gated_delta_rule", supports=FLOAT32),
+    _naive("gated_delta_rule", "naive_chunk_gated_delta_rule", supports=FLOAT32),
+    _naive("kda", "naive_recurrent_kda"),
+    _naive("kda", "naive_chunk_kda", 64),
+)
+FUNCTIONS = {f"fla.{entry.name}": entry for entry in FROM_FLA} | {
     "transformers.torch_recurrent_gated_delta_rule": _transformers("torch_recurrent_gated_delta_rule"),
     "transformers.torch_chunk_gated_delta_rule": _transformers("torch_chunk_gated_delta_rule"),
-    "torch.sdpa_math": _sdpa("MATH", "cpu", "cuda"),
-    "torch.sdpa_flash": _sdpa("FLASH_ATTENTION", "cpu", "cuda", supports=equal_widths),
+    "torch.sdpa_math": _sdpa("MATH", *BOTH),
+    "torch.sdpa_flash": _sdpa("FLASH_ATTENTION", *BOTH, supports=equal_widths),
     "torch.sdpa_efficient": _sdpa("EFFICIENT_ATTENTION", "cuda"),
     "torch.sdpa_cudnn": _sdpa("CUDNN_ATTENTION", "cuda"),
 }

@@ -1,9 +1,9 @@
-"""Experiments as programs: what mixers remember, predict, forget and cost (chapter 19).
+"""Experiments as programs: what mixers remember, predict and forget (chapter 19).
 
     python -m gla_ref.experiments mqar --device cuda --seeds 3
     python -m gla_ref.experiments report FILE
 
-Each trains (or times) the models of :mod:`gla_ref.models` and writes one JSON file of records. An interrupted program
+Each trains the models of :mod:`gla_ref.models` and writes one JSON file of records. An interrupted program
 goes on where it was when it is called again; two programs may share a file of records and divide its runs. On another
 host it goes on with the runs that the file of records lacks: take the file along, and the folder of texts, which
 `python -m gla_ref.experiments texts` makes once.
@@ -11,27 +11,16 @@ host it goes on with the runs that the file of records lacks: take the file alon
 Trials choose a learning rate for every group of runs, on validation data; they are no results. `mqar --preset live` is
 learned in some ten seconds a run on a CPU.
 
-With full settings MQAR has run at width 128, `language`, `ablations` and `throughput` whole. The tests run
+With full settings MQAR has run at width 128, `language` and `ablations` whole. The tests run
 tiny settings on a CPU.
 """
 
-from . import ablations, language, mqar, throughput
-from ._report import Interval, by_speech, compare, holm, interval, paired, results_of, table, welch
+from . import ablations, language, mqar
+from ._report import Interval, holm, interval, results_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
 #: :meta hide-value:
-EXPERIMENTS = {"mqar": mqar, "language": language, "ablations": ablations, "throughput": throughput}
+EXPERIMENTS = {"mqar": mqar, "language": language, "ablations": ablations}
 
-__all__ = [
-    "EXPERIMENTS",
-    "Interval",
-    "by_speech",
-    "compare",
-    "holm",
-    "interval",
-    "paired",
-    "results_of",
-    "table",
-    "welch",
-]
+__all__ = ["EXPERIMENTS", "Interval", "holm", "interval", "results_of", "table", "welch"]

@@ -11,6 +11,8 @@ import ast
 import contextlib
 import fnmatch
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import fields, replace
@@ -58,6 +60,12 @@ def said(runs: list[Run], records: tuple[dict, ...]) -> list[str]:
     return lines + (mqar.sanity(mine) if runs[0].experiment == "mqar" else [])
 
 
+def side_by_side(args: argparse.Namespace) -> subprocess.Popen:
+    """The same program once more: the two share the file of records and divide the runs."""
+    command = [sys.executable, "-m", "gla_ref.experiments", *args.argv, "--jobs", "1"]
+    return subprocess.Popen(command, env=os.environ | {"TQDM_DISABLE": "1"}, stdout=subprocess.DEVNULL)
+
+
 def run(args: argparse.Namespace) -> int:
     """Carry an experiment's runs out."""
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
@@ -79,12 +87,19 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     alone = jobs == 1
-    steps = sum((each.training.steps if each.training else len(settings.lengths)) for each in waiting)
+    if not alone and "cuda" in args.device:
+        torch.set_num_threads(1)  # the CPU only draws questions, some 3 ms a step; many processes share its cores
+    others = [side_by_side(args) for _ in range(jobs - 1)]
+    steps = sum(each.training.steps for each in waiting)
     total, unit = (steps, "step") if alone else (len(waiting), "run")
     with tqdm(total=total, unit=unit, dynamic_ncols=True, disable=None) as bar:  # None: without a terminal
         if alone:
             place = replace(place, progress=lambda done, total: bar.update(1))
-        outcome = carry_out_all(runs, place, file, jobs, lambda name: None if alone else bar.update(1))
+        outcome = carry_out_all(runs, place, file, lambda name: None if alone else bar.update(1))
+    for process in others:
+        if outcome.left:
+            process.terminate()  # it stops with a checkpoint
+        process.wait()
     for name, reason in outcome.failed.items():
         print(f"{name} failed: {type(reason).__name__}: {reason}", file=sys.stderr)
     for line in said(runs, results.read(file, args.command)):
@@ -178,6 +193,7 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--out", type=Path, default=Path("_build/texts"), help="folder, default %(default)s")
     command.add_argument("--vocab-size", type=positive(int), default=8192, help="of the byte-pair encoding")
     args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     try:
         return args.function(args)
     except ImportError as reason:

@@ -1,19 +1,17 @@
-"""Many runs: which are done, which wait for others, several side by side, each record kept as soon as it is there."""
+"""Many runs: which are done, which wait for others, each record kept as soon as it is there."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from filelock import FileLock, Timeout
@@ -22,15 +20,13 @@ from .. import results
 from ._rates import MORE, further
 from .runs import Place, Run
 
-CONTEXT = multiprocessing.get_context("spawn")  # CUDA cannot be forked
-
 
 @dataclass
 class Outcome:
     """The runs that are done, left and failed, by name."""
 
     done: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)  # for lack of time, or in another process: the next call goes on
+    left: list[str] = field(default_factory=list)  # for lack of time: the next call goes on
     failed: dict[str, Exception] = field(default_factory=dict)
 
 
@@ -46,10 +42,10 @@ def _given(x):
 
 
 def do(run: Run, place: Place, file: Path) -> dict | Exception | None:
-    """Carry one run out and keep its record, in whichever process this is.
+    """Carry one run out and keep its record, unless another process carries it out.
 
     Returns:
-        its record, None if there was no time or another process carries it out, or the exception that ended it.
+        its record, None if there was no time, or the exception that ended it; Timeout: another process carries it out.
     """
     from . import EXPERIMENTS
 
@@ -65,9 +61,6 @@ def do(run: Run, place: Place, file: Path) -> dict | Exception | None:
                     return record
             result = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
             return None if result is None else keep(run, result, file, place)
-    except Timeout:
-        print(f"{run.name}: another process carries it out", file=sys.stderr)
-        return None
     except Exception as reason:  # one failure should not cost the other runs their results
         return reason
 
@@ -75,92 +68,23 @@ def do(run: Run, place: Place, file: Path) -> dict | Exception | None:
 def keep(run: Run, found: dict, file: Path, place: Place) -> dict:
     """Write a run's record into the file of its experiment, beside those of other settings; remove its checkpoint."""
     gpu = torch.cuda.get_device_name(place.device) if torch.device(place.device).type == "cuda" else None
-    environment = results.environment(gpu, ["flash-linear-attention"] if run.experiment == "throughput" else None)
+    environment = results.environment(gpu)
     record = {"name": run.name, "about": run.about, "run": run.fingerprint(), **found, "environment": environment}
     results.merge(file, environment, run.experiment, [record], ("name", "run"))
     run.file(place.folder, ".pt").unlink(missing_ok=True)
     return record
 
 
-# One process for every run at a time.
-
-_busy = threading.Lock()  # held while a worker carries a run out
-_interrupt = None  # a worker's
-
-
-def _start_worker(interrupt) -> None:
-    """Leave signals to the parent, which sets `interrupt`; if the parent is killed, stop with a checkpoint and exit."""
-    global _interrupt
-    _interrupt = interrupt
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        interrupt.value = True
-        with _busy:
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _do_in_worker(run: Run, place: Place, file: Path):
-    if torch.device(place.device).type == "cuda":
-        torch.set_num_threads(1)  # the CPU only draws questions, some 3 ms a step; many processes share its cores
-    with _busy:
-        return do(run, replace(place, interrupt=_interrupt), file)
-
-
-def _lane(waiting: queue.SimpleQueue, finished: queue.SimpleQueue, place: Place, file: Path) -> None:
-    """Carry waiting runs out in one worker process, one after the other; a killed one is replaced."""
-    interrupt, pool = place.interrupt, None
-    place = replace(place, progress=None, interrupt=None)  # these stay in their process
-    while True:
-        try:
-            run = waiting.get_nowait()
-        except queue.Empty:
-            break
-        pool = pool or ProcessPoolExecutor(1, CONTEXT, initializer=_start_worker, initargs=(interrupt,))
-        try:
-            outcome = pool.submit(_do_in_worker, run, place, file).result()
-        except BrokenProcessPool:
-            pool.shutdown()
-            pool = None
-            outcome = RuntimeError(
-                "its process was killed, as for lack of memory; the next call goes on from its checkpoint"
-            )
-        except Exception as reason:  # an exception that cannot leave its process
-            outcome = reason
-        finished.put((run, outcome))
-    if pool:
-        pool.shutdown()
-
-
-def each(runs: list[Run], place: Place, file: Path, jobs: int) -> Iterator[tuple[Run, dict | Exception | None]]:
-    """Runs as they are finished, with what `do` returned; 1 job is this process."""
-    if jobs == 1:
-        for run in runs:
-            yield run, do(run, place, file)
-        return
-    waiting, finished = queue.SimpleQueue(), queue.SimpleQueue()
-    for run in runs:
-        waiting.put(run)
-    for _ in range(min(jobs, len(runs))):
-        threading.Thread(target=_lane, args=(waiting, finished, place, file), daemon=True).start()
-    for _ in runs:
-        yield finished.get()
-
-
 @contextmanager
 def interruptible():
-    """A flag that SIGINT and SIGTERM set, whose runs then stop with checkpoints; a second signal ends the program."""
-    flag = CONTEXT.RawValue("b", False)
+    """A flag that SIGINT and SIGTERM set, whose runs then stop with checkpoints; a second SIGINT ends the program."""
+    flag = SimpleNamespace(value=False)
 
     def handle(number, frame) -> None:
-        if flag.value:
+        if flag.value and number == signal.SIGINT:
             raise KeyboardInterrupt
         flag.value = True
-        print("interrupted: runs stop with a checkpoint; a second signal ends them at once", file=sys.stderr)
+        print("interrupted: runs stop with a checkpoint; a second interrupt ends them at once", file=sys.stderr)
 
     if threading.current_thread() is not threading.main_thread():
         yield flag
@@ -189,17 +113,17 @@ def further_trials(runs: list[Run], file: Path) -> list[Run]:
 
 
 def carry_out_all(
-    runs: list[Run], place: Place, file: Path, jobs: int = 1, progress: Callable[[str], None] = lambda name: None
+    runs: list[Run], place: Place, file: Path, progress: Callable[[str], None] = lambda name: None
 ) -> Outcome:
     """Carry runs of one experiment out, those without a learning rate of their own after all others.
 
-    Between the two come trials that nobody asked for: learning rates beyond a grid whose best one is at its edge.
+    Between the two come trials that nobody asked for: learning rates beyond a grid whose best one is at its edge. A run
+    that another process carries out is waited for; if that process leaves it, this one goes on with it.
 
     Args:
         runs: those that have a record with the same settings are left out.
         place: where; what is not finished at its deadline has a checkpoint.
         file: of records.
-        jobs: processes side by side; 1: this one.
         progress: is told the name of each run that is finished.
 
     Returns:
@@ -209,18 +133,23 @@ def carry_out_all(
     outcome = Outcome()
     with interruptible() as interrupt:
         place = replace(place, interrupt=interrupt)
-        own_rate = [run for run in runs if run.training is None or run.training.learning_rate is not None]
+        own_rate = [run for run in runs if run.training.learning_rate is not None]
         stages = [own_rate, *[None] * MORE, [run for run in runs if run not in own_rate]]
         for stage in stages:
             stage = further_trials(runs, file) if stage is None else stage
             records = results.read(file, stage[0].experiment) if stage else ()
-            waiting = [run for run in stage if not is_done(run, records)]
             outcome.done += [run.name for run in stage if is_done(run, records)]
-            for run, found in each(waiting, place, file, jobs):
-                if isinstance(found, Exception):
-                    outcome.failed[run.name] = found
-                elif found is None:
+            waiting = deque(run for run in stage if not is_done(run, records))
+            while waiting:
+                run = waiting.popleft()
+                result = do(run, place, file)
+                if isinstance(result, Timeout) and not place.is_late():
+                    waiting.append(run)
+                    time.sleep(0.2)
+                elif result is None or isinstance(result, Timeout):
                     outcome.left.append(run.name)
+                elif isinstance(result, Exception):
+                    outcome.failed[run.name] = result
                 else:
                     outcome.done.append(run.name)
                     progress(run.name)

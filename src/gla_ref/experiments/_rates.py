@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from .runs import Place, Run
+from ..models import Config
+from .runs import Place, Run, Training
 from .training import LEARNED, Task, train
 
-__all__ = ["MORE", "SEED", "Choice", "choice_of", "further", "trained", "trials"]
+__all__ = ["MORE", "SEED", "Choice", "choice_of", "further", "trained", "with_trials"]
 
 SEED = 1000  # seed of trials
 MORE = 2  # rates beyond the edges of the settings' grid
@@ -44,11 +46,25 @@ class Choice:
         return f"{self.rate:g}{edge}{'' if self.learned else ', where nothing was learned'} ({tried})"
 
 
-def trials(run: Run, rates: tuple[float, ...], steps: int) -> list[Run]:
-    """The runs that choose the rate of a run's group: as the run is, but for rate, steps, seed and data."""
-    training = replace(run.training, steps=steps, evaluations=1)
-    about = {**run.about, "stage": "rate", "seed": SEED}
-    return [_trial(replace(run, about=about, training=training), rate) for rate in sorted(set(rates))]
+def with_trials(
+    experiment: str, settings, columns: dict[str, tuple[dict, Config]], seeds: int, evaluations: int = 1
+) -> list[Run]:
+    """First the trials of every group, which are as its runs but for rate, steps, seed and data; then all runs.
+
+    Args:
+        columns: by the name of the runs, without seeds: what tells them from others, "group" among it, and the model.
+        evaluations: of a run that is a result.
+    """
+    s, first, main = settings, {}, []
+    training = Training(s.steps, None, precision=s.precision, evaluations=evaluations)
+    for name, (about, model) in columns.items():
+        for seed in range(seeds):
+            one = {"stage": "main", **about, "seed": seed}
+            main.append(Run(experiment, f"main/{name}/seed{seed}", one, s, model, training, s.tokens))
+        trial = replace(main[-1], about={**one, "stage": "rate", "seed": SEED})
+        trial = replace(trial, training=replace(training, steps=s.rate_steps, evaluations=1))
+        first.setdefault(about["group"], [_trial(trial, rate) for rate in sorted(set(s.rates))])
+    return [*chain(*first.values()), *main]
 
 
 def _trial(run: Run, rate: float) -> Run:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from tabulate import tabulate
 
-__all__ = ["Interval", "by_speech", "compare", "holm", "interval", "paired", "results_of", "score", "table", "welch"]
+__all__ = ["Interval", "holm", "interval", "results_of", "score", "table", "welch"]
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 
@@ -83,25 +83,6 @@ def welch(xs: Sequence[float], ys: Sequence[float], level: float = 0.95) -> Inte
     return _around(fmean(xs) - fmean(ys), math.sqrt(a + b), df, len(xs) + len(ys), level, True)
 
 
-def paired(xs: dict[str, float], ys: dict[str, float], level: float = 0.95) -> Interval:
-    """How much larger xs is than ys on average over the same things, such as speeches: their own level cancels.
-
-    Raises:
-        ValueError: the things differ, or are fewer than two.
-    """
-    if xs.keys() != ys.keys() or len(xs) < 2:
-        raise ValueError(f"xs, ys: expected the same names, at least two, got {sorted(xs)} and {sorted(ys)}")
-    differences = [xs[name] - ys[name] for name in xs]
-    return _around(
-        fmean(differences),
-        math.sqrt(variance(differences) / len(differences)),
-        len(differences) - 1,
-        len(differences),
-        level,
-        True,
-    )
-
-
 def holm(ps: dict, level: float = 0.05) -> list:
     """Names of p-values that stay below the level after Holm's correction for asking so often (Holm 1979).
 
@@ -136,30 +117,6 @@ def results_of(records: Sequence[dict]) -> dict[str, list[dict]]:
         name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})": rs
         for i, ((name, _), rs) in enumerate(groups.items())
     }
-
-
-def compare(records: Sequence[dict], one: str, other: str, level: float = 0.95) -> Interval:
-    """How much larger the score of one result is than that of another, both as :func:`results_of` names them."""
-    groups = results_of(records)
-    return welch(*([score(r)[1] for r in groups[name]] for name in (one, other)), level)
-
-
-def by_speech(records: Sequence[dict], one: str, other: str, of: str = "by speech", level: float = 0.95) -> Interval:
-    """How much larger one result's loss is than another's, speech by speech, each the mean over its seeds.
-
-    Args:
-        records: with losses by speech, as those of the experiment `length` (its program is at commit 8142261).
-        one, other: results as :func:`results_of` names them.
-        of: "by speech", or "last positions by speech".
-        level: of the interval.
-    """
-    groups = results_of(records)
-
-    def means(name: str) -> dict[str, float]:
-        every = [r["evaluations"][-1][of] for r in groups[name]]
-        return {speech: fmean(x[speech] for x in every) for speech in every[0]}
-
-    return paired(means(one), means(other), level)
 
 
 def table(records: Sequence[dict], level: float = 0.95) -> str:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from . import language, texts
-from ._rates import trials
-from .runs import Place, Run, Training, check_fields, quiet_start, start_of
+from ._rates import with_trials
+from .runs import Place, Run, check_fields, quiet_start, start_of
 
 __all__ = ["CHANGES", "Settings", "carry_out", "runs"]
 
@@ -96,17 +96,12 @@ class Settings:
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
     """First the trials of every change, then a run a change and seed."""
-    s, first, main = settings, [], []
-    training = Training(s.steps, None, precision=s.precision, evaluations=1)
-    base = language.model_of(s.size, "gla", s.vocab_size, use_short_conv=s.conv)
-    for change in s.changes:
+    base = language.model_of(settings.size, "gla", settings.vocab_size, use_short_conv=settings.conv)
+    columns = {}
+    for change in settings.changes:
         group = change.replace(" ", "-")
-        about, model = {"stage": "main", "change": change, "group": group}, replace(base, **CHANGES[change])
-        for seed in range(seeds):
-            one = {**about, "seed": seed}
-            main.append(Run("ablations", f"main/{group}/seed{seed}", one, s, model, training, s.tokens))
-        first += trials(main[-1], s.rates, s.rate_steps)
-    return first + main
+        columns[group] = {"change": change, "group": group}, replace(base, **CHANGES[change])
+    return with_trials("ablations", settings, columns, seeds)
 
 
 def carry_out(run: Run, place: Place) -> dict | None:

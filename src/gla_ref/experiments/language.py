@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..models import Config
 from . import texts
-from ._rates import trained, trials
-from .runs import Place, Run, Training, check_fields, dice, quiet_start, start_of
+from ._rates import trained, with_trials
+from .runs import Place, Run, check_fields, dice, quiet_start, start_of
 from .trained_gates import gates_of
 from .training import Task
 
@@ -199,23 +199,15 @@ def model_of(size: str, mixer: str, vocab_size: int, quiet: bool = True, **chang
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
     """First the trials of every mixer at the first size, then a run a size, mixer and seed."""
-    s, first, main = settings, [], []
-    widths = [SIZES[size][0] for size in s.sizes]
-    for size, width in zip(s.sizes, widths, strict=True):
+    s, columns = settings, {}
+    for size in s.sizes:
         for mixer in s.mixers:
             conv = s.conv and mixer != "softmax"
             group = f"{mixer}{'-conv' if conv else ''}"
-            model = model_of(size, mixer, s.vocab_size, s.quiet, use_short_conv=conv)
-            about = {"stage": "main", "size": size, "mixer": mixer, "conv": conv, "group": group}
-            about |= {"rate factor": widths[0] / width}
-            training = Training(s.steps, None, precision=s.precision, evaluations=1)
-            every = [
-                Run("language", f"main/{size}/{group}/seed{n}", {**about, "seed": n}, s, model, training, s.tokens)
-                for n in range(seeds)
-            ]
-            first += trials(every[0], s.rates, s.rate_steps) if size == s.sizes[0] else []
-            main += every
-    return first + main
+            about = {"size": size, "mixer": mixer, "conv": conv, "group": group}
+            about |= {"rate factor": SIZES[s.sizes[0]][0] / SIZES[size][0]}
+            columns[f"{size}/{group}"] = about, model_of(size, mixer, s.vocab_size, s.quiet, use_short_conv=conv)
+    return with_trials("language", s, columns, seeds)
 
 
 def carry_out(run: Run, place: Place) -> dict | None:

@@ -18,17 +18,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from ..models import Config
-from ._rates import trained, trials
-from .questions import Questions, answer_loss, distinct, judged
-from .runs import Place, Run, Training, check_fields, dice, start_of
+from ..models import Config, LanguageModel
+from ._rates import trained, with_trials
+from .runs import Place, Run, check_fields, dice, start_of
 from .trained_gates import gates_of
 from .training import Task
 
-__all__ = ["Mqar", "Settings", "carry_out", "questions", "runs", "sanity"]
+__all__ = ["Mqar", "Questions", "Settings", "answer_logits", "answer_loss", "carry_out", "distinct", "judged"]
+__all__ += ["questions", "runs", "sanity"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,57 @@ class Settings:
             vocab_size=32, lengths=((16, 2), (24, 4)), mixers=("gla",), widths=(16,), bare_widths=(16,), rates=(1e-2,),
             tokens=96, steps=6, rate_steps=3, test_sequences=8, precision="fp32",
         )  # fmt: skip
+
+
+class Questions(NamedTuple):
+    """Texts that ask for what stands earlier in them: only the answers count.
+
+    Tokens `[n, T]`; the model should say `answers` `[n, A]` at the tokens numbered `places` `[n, A]`.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    answers: Tensor
+
+    def to(self, device: str | torch.device) -> Questions:
+        """A copy on another device: questions are drawn on the CPU, so that a GPU gets the same ones."""
+        return Questions(*(x.to(device) for x in self))
+
+
+def distinct(n: int, count: int, k: int, rng: torch.Generator) -> Tensor:
+    """`[n, k]`: in each row k different numbers below `count`, in random order.
+
+    Floyd's algorithm: k draws, where a permutation of all numbers would take `count` of them.
+    """
+    uniform = torch.rand(n, k, generator=rng, dtype=torch.float64, device=rng.device)
+    numbers = torch.empty(n, k, dtype=torch.int64, device=rng.device)
+    for i, last in enumerate(range(count - k, count)):
+        drawn = (uniform[:, i] * (last + 1)).long()
+        seen = (numbers[:, :i] == drawn[:, None]).any(1)
+        numbers[:, i] = torch.where(seen, last, drawn)
+    return numbers.gather(1, torch.rand(n, k, generator=rng, device=rng.device).argsort(1))
+
+
+def answer_logits(model: LanguageModel, tokens: Tensor, places: Tensor) -> Tensor:
+    """Logits `[n, A, vocab_size]` at some places: those of all tokens would cost more than the rest of the model."""
+    x, _ = model.model(tokens)
+    x = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+    return model.lm_head(x).float()
+
+
+def answer_loss(model: LanguageModel, tokens: Tensor, places: Tensor, answers: Tensor) -> Tensor:
+    """Mean cross-entropy of the answers."""
+    return F.cross_entropy(answer_logits(model, tokens, places).flatten(0, 1), answers.flatten())
+
+
+def judged(model: LanguageModel, questions: Questions, rows: int) -> tuple[Tensor, Tensor]:
+    """Which answers are the likeliest token, and their losses in nats, `[n, A]` both; `rows` sequences at a time."""
+    right, nats = [], []
+    for tokens, places, answers in zip(*(x.split(rows) for x in questions), strict=True):
+        logits = answer_logits(model, tokens, places)
+        right.append(logits.argmax(-1) == answers)
+        nats.append(F.cross_entropy(logits.transpose(1, 2), answers, reduction="none"))
+    return torch.cat(right), torch.cat(nats)
 
 
 def questions(
@@ -204,22 +258,16 @@ def mean(numbers) -> float:
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
     """First the trials of every mixer, width and variant, then a run of each for every seed, with the best rate."""
-    s, first, main = settings, [], []
-    columns = [(width, True) for width in s.widths] + [(width, False) for width in s.bare_widths or ()]
-    training = Training(s.steps, None, precision=s.precision, evaluations=min(4, s.steps))
+    s, columns = settings, {}
     for mixer in s.mixers:
-        for width, conv in columns:
+        for width, conv in [(width, True) for width in s.widths] + [(width, False) for width in s.bare_widths or ()]:
             group = f"{mixer}/{width}{'-conv' if conv else ''}{'-overwritten' if s.overwritten else ''}"
-            model = Config(
+            about = {"mixer": mixer, "width": width, "conv": conv, "overwritten": s.overwritten, "group": group}
+            columns[group] = about, Config(
                 vocab_size=s.vocab_size, hidden_size=width, num_hidden_layers=s.layers, num_heads=s.heads, mixer=mixer,
                 use_short_conv=conv, **start_of(mixer),
             )  # fmt: skip
-            about = {"mixer": mixer, "width": width, "conv": conv, "overwritten": s.overwritten, "group": group}
-            for seed in range(seeds):
-                one = {"stage": "main", **about, "seed": seed}
-                main.append(Run("mqar", f"main/{group}/seed{seed}", one, s, model, training, s.tokens))
-            first += trials(main[-1], s.rates, s.rate_steps)
-    return first + main
+    return with_trials("mqar", s, columns, seeds, min(4, s.steps))
 
 
 def carry_out(run: Run, place: Place) -> dict | None:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
+from typing import get_args, get_type_hints
 
 import torch
 
@@ -17,7 +19,7 @@ from ..models import MIXERS, Config
 
 __all__ = ["Place", "Run", "Training", "check_fields", "dice", "quiet_start", "start_of"]
 
-TYPES = {"int": int, "float": (int, float), "str": str, "bool": bool}
+KINDS = {int: "a positive integer", float: "a positive number", str: "text", bool: "True or False"}
 
 
 def check_fields(settings) -> None:
@@ -29,39 +31,30 @@ def check_fields(settings) -> None:
     Raises:
         TypeError, ValueError: a field does not fit; the message names it.
     """
-    for field in dataclasses.fields(settings):
-        kind, x = str(field.type), getattr(settings, field.name)
-        if kind.endswith(" | None"):
-            if x is None:
-                continue
-            kind = kind.removesuffix(" | None")
-        if kind.startswith("tuple["):
-            if not isinstance(x, tuple):
-                raise TypeError(f"{field.name}: expected a tuple, got {x!r}")
-            if not x:
-                raise ValueError(f"{field.name}: expected at least one element, got ()")
-            pair = kind.startswith("tuple[tuple[")
-            if pair and any(not isinstance(y, tuple) or len(y) != 2 for y in x):
-                raise TypeError(f"{field.name}: expected pairs, got {x!r}")
-            kind = kind.replace("tuple[", "").split(",")[0]
-            values = [z for y in x for z in y] if pair else list(x)
-        else:
-            values = [x]
-        for y in values:
-            _check_value(field.name, kind, y)
+    for name, kind in get_type_hints(type(settings)).items():
+        _check_value(name, kind, getattr(settings, name))
     for name in getattr(settings, "mixers", ()):
         if name not in MIXERS:
             raise ValueError(f"mixers: expected some of {', '.join(MIXERS)}, got {name!r}")
 
 
-def _check_value(name: str, kind: str, x) -> None:
-    if kind not in TYPES:  # another checked record
-        return
-    words = {"int": "a positive integer", "float": "a positive number", "str": "text", "bool": "True or False"}[kind]
-    if not isinstance(x, TYPES[kind]) or isinstance(x, bool) != (kind == "bool"):
-        raise TypeError(f"{name}: expected {words}, got {x!r}")
-    if kind in ("int", "float") and not 0 < x < math.inf:
-        raise ValueError(f"{name}: expected {words}, got {x!r}")
+def _check_value(name: str, kind, x) -> None:
+    first, *rest = get_args(kind) or (None,)
+    if NoneType in rest:
+        if x is not None:
+            _check_value(name, first, x)
+    elif rest:
+        if not isinstance(x, tuple) or (rest != [...] and len(x) != len(rest) + 1):
+            raise TypeError(f"{name}: expected {'a tuple' if rest == [...] else 'pairs'}, got {x!r}")
+        if not x:
+            raise ValueError(f"{name}: expected at least one element, got ()")
+        for y in x:
+            _check_value(name, first, y)
+    elif kind in KINDS:  # another checked record is not
+        if not isinstance(x, (int, float) if kind is float else kind) or isinstance(x, bool) != (kind is bool):
+            raise TypeError(f"{name}: expected {KINDS[kind]}, got {x!r}")
+        if kind in (int, float) and not 0 < x < math.inf:
+            raise ValueError(f"{name}: expected {KINDS[kind]}, got {x!r}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
-    """One model to train, or one thing to measure.
+    """One model to train.
 
     Attributes:
         experiment: its key in :data:`gla_ref.experiments.EXPERIMENTS`.
@@ -110,7 +103,7 @@ class Run:
             chosen, "stage" ("rate" or "main") and "group", whose runs share one.
         settings: of the experiment.
         model: the model's sizes.
-        training: how it is trained; None where nothing is learned.
+        training: how it is trained.
         tokens: of one step.
     """
 
@@ -119,15 +112,13 @@ class Run:
     about: dict
     settings: object
     model: Config
-    training: Training | None
+    training: Training
     tokens: int
 
     def fingerprint(self) -> dict:
         """All that the run's numbers depend on, as JSON has it: equal fingerprints, equal numbers."""
         parts = {"about": self.about, "tokens": self.tokens}
-        for name in ("settings", "model", "training"):
-            x = getattr(self, name)
-            parts[name] = None if x is None else dataclasses.asdict(x)
+        parts |= {name: dataclasses.asdict(getattr(self, name)) for name in ("settings", "model", "training")}
         return json.loads(json.dumps(parts))
 
     def file(self, folder: Path, suffix: str) -> Path:

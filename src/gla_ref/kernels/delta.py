@@ -1,7 +1,6 @@
 """The delta rule and the gated delta rule: the functions that one calls, their checks and autograd (chapter 20).
 
-A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
-the kernels of its plan (launch/plan.py has the picture). These are in portable/delta_forward.py and
+A call is checked, planned and launched as in gla.py. The kernels are in portable/delta_forward.py and
 portable/delta_gradient.py; steps.py has one token or a few. Hopper has two kernels of its own for the forward pass,
 hopper/delta_fused.py and hopper/delta_ahead.py, and hopper/delta_backward.py for gradients. The plan takes them
 wherever they run.

@@ -1,7 +1,6 @@
 """Kimi Delta Attention: the function that one calls, its checks and its way through autograd (chapter 24).
 
-A call of a new signature is checked (`check`) and planned (`plan_forward`); later calls of that signature only launch
-the kernels of its plan (launch/plan.py has the picture). These are in portable/kda_forward.py and
+A call is checked, planned and launched as in gla.py. The kernels are in portable/kda_forward.py and
 portable/kda_gradient.py, and walk as the delta rules do (delta.py). Hopper has kernels of its own,
 hopper/kda_forward.py and hopper/kda_gradients.py. The plan takes them wherever they run.
 """

@@ -45,9 +45,10 @@ check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS})
 
 forward = Planned(plan_forward, Call, check)
 _forward = with_state("linear_attention", forward)
-KEPT = {  # the final state of narrow heads without gates; the gates' sums, not among torch.compile's two outputs
+KEPT = {  # the final state of narrow heads without gates; what is not among torch.compile's two outputs
     "S_T": lambda call, outputs: outputs[1] if unwindable(call) else None,
     "sums": lambda call, outputs: (*outputs, None)[2],
+    "starts": lambda call, outputs: (*outputs, None, None)[3],
 }
 backward = differentiable(_forward, plan_backward, KEPT, optional="g")
 
@@ -65,22 +66,11 @@ def simple_gla(
 ) -> tuple[Tensor, Tensor]:
     """Linear attention with one scalar gate per head and token, differentiable; right for every gate in [-inf, 0].
 
+    Arguments, results and errors are those of :func:`gla_ref.kernels.gla.gla`, except:
+
     Args:
-        q: queries `[B, T, H, K]`, T >= 1, K <= 256; float32, float16 or bfloat16, any strides.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, H, V]`, V <= 512.
         g: natural log gates `[B, T, H]`, in any of the three dtypes.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: `[N_seq, H, K, V]`, zeros when None.
-        cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
-            Their values, and those of g, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
         path: "fused", "segmented" or "materialised"; None chooses by :func:`choose_path`.
-
-    Returns:
-        o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
     """
     call = Call(
         q=q, k=k, v=v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path

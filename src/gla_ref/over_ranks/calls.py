@@ -83,13 +83,18 @@ class CallKind(NamedTuple):
 
 
 class Call:
-    """One call on this rank: its segments, and cuts of tokens and states into segments."""
+    """One call on this rank: its segments, and cuts of tokens and states into segments.
+
+    Attributes:
+        known: of each batch, the M and the reads that its map was made with, for the gradient; empty where they do not
+            serve: a packed sequence that comes in need not be the one that goes out.
+    """
 
     def __init__(
         self, ranks: Ranks, kind: CallKind, facts: dict[str, str], segment_length: int | None, cu: Tensor | None
     ):
         plan, lengths, r = kind.plan, kind.lengths, ranks.rank
-        self.walk, self.cu = kind.walk, cu
+        self.walk, self.cu, self.known = kind.walk, cu, []
         self.exchange = Exchange(ranks, plan, facts, kind.tag)
         a, total = sum(lengths[:r]), sum(lengths)
         self.tokens, n = lengths[r], plan.segments[r]
@@ -175,7 +180,12 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, names: tuple[str, ...], initial: Tensor | None, *tokens: Tensor):
         ctx.call, ctx.dtype = call, None if initial is None else initial.dtype
-        maps = [write_map(call.walk, x) for x in call.batches_of(names, tokens, backwards=False)]
+        reads = call.cu is None and any(ctx.needs_input_grad)
+        maps = []
+        for x in call.batches_of(names, tokens, backwards=False):
+            M, X, read = write_map(call.walk, x, reads)
+            maps.append((M, X))
+            call.known += [] if read is None else [*M, read]
         S = None if initial is None else initial.to(call.walk.dtype)
         return tuple(call.together(call.between(maps, [zero_elsewhere(S, own.begin_here) for own in call.segments])))
 
@@ -192,7 +202,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """(call, names, o and states of each batch, batches of tokens) -> o and the states of sequences that end here.
+    """(call, names, o and states of batches, their tokens, `known`) -> o and the states of sequences that end here.
 
     o is not copied, so it must not be changed in place.
     """
@@ -202,7 +212,7 @@ class Leave(torch.autograd.Function):
         call.exchange.flush_sends()
         n = len(call.batches)
         o, S, tokens = tensors[:n], call.apart(tensors[n : 2 * n]), tensors[2 * n :]
-        ctx.call, ctx.names = call, names
+        ctx.call, ctx.names, ctx.n = call, names, n * len(names)
         ctx.save_for_backward(*tokens)
         ctx.set_materialize_grads(False)
         state = total([zero_elsewhere(S[:, i], own.end_here) for i, own in enumerate(call.segments)], S[:, 0])
@@ -214,13 +224,15 @@ class Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor | None, d_state: Tensor | None):
-        call, tokens = ctx.call, ctx.saved_tensors  # read them once: a checkpoint hands out saved tensors only once
+        call, saved = ctx.call, ctx.saved_tensors  # read them once: a checkpoint hands out saved tensors only once
+        tokens, known = saved[: ctx.n], saved[ctx.n :]
         do = call.cut(ctx.zeros() if do is None else do)
-        batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, strict=True)
+        known = list(zip(known[::2], known[1::2], strict=True)) or [None] * len(do)
+        batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, known, strict=True)
         with contract.outside_autocast(*tokens):  # a gradient may be asked for inside it
-            maps = [read_map(call.walk, x, y) for x, y in batches]
+            maps = [read_map(call.walk, *batch) for batch in batches]
             dS = call.between(maps, [zero_elsewhere(d_state, own.end_here) for own in call.segments], backwards=True)
-        return None, None, *do, *call.together(dS), *[None] * len(tokens)
+        return None, None, *do, *call.together(dS), *[None] * len(saved)
 
 
 @torch.compiler.disable  # the graph breaks here and resumes after the call
@@ -238,13 +250,14 @@ def split_over_ranks(
         cut = {name: call.cut(x) for name, x in tokens.items()}
         flat = [x[i] for i in range(len(call.batches)) for x in cut.values()]
         starts = Enter.apply(call, tuple(cut), initial_state, *flat)
+        known, call.known = call.known, []  # `Leave` saves them
         o, S = [], []
         for i, piece in enumerate(call.segments[:: call.rows]):
             here = {name: x[i] for name, x in cut.items()}
             o_i, S_i = call.walk.form(**here, scale=call.walk.scale, initial_state=starts[i], cu_seqlens=piece.cu)
             o.append(o_i)
             S.append(S_i)
-        return Leave.apply(call, tuple(cut), *o, *S, *flat)
+        return Leave.apply(call, tuple(cut), *o, *S, *flat, *known)
 
 
 # The agreement of all ranks before a call.

@@ -23,7 +23,6 @@ from ..chunks import decayed, heads_first
 from ..gates import decay_from_start, decay_to_end
 
 Tokens = dict[str, Tensor]
-COLUMNS = 512  # of a state, that a kernel takes
 
 
 class Maps(NamedTuple):
@@ -124,41 +123,50 @@ class Walk(NamedTuple):
         return [None if x is None else heads_first(x.to(self.dtype)) for x in columns]
 
 
-def write_map(walk: Walk, x: Tokens) -> tuple[tuple[Tensor, ...], Tensor]:
+def write_map(walk: Walk, x: Tokens, reads: bool = False) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
     """Find (M, X) of rows of tokens, from left to right, from k, v and gates. No exponent is above 0.
 
     For this map a kernel reads k, v and g, which the walk of the piece reads again. For a delta rule it walks V + K
-    columns, not V.
+    columns, not V, and with `reads` also finds what each token reads of each row of the state on the left,
+    `[B, T, HV, K]`; else, and of other mechanisms, that is None.
     """
-    k, v, g, g_v = x["k"], x["v"], x.get("g"), x.get("g_v")
+    q, k, v, g, g_v = (x.get(name) for name in ("q", "k", "v", "g", "g_v"))
     if "beta" in x:
         V = v.shape[-1]
-        if walk.kernel and (g is None or g.ndim == 3):
+        if walk.kernel:
             from ..kernels.portable.border import written
 
-            S = written(k, v, g, x["beta"])
+            S, o = written(q, k, v, g, x["beta"], scale=walk.scale, reads=reads)
         else:
-            _, S = _of_identity(walk, x | {"q": k}, v)
-        return (S[..., V:],), S[..., :V]
+            o, S = _of_identity(walk, x)
+            o = o[..., V:] if reads else None
+        return (S[..., V:],), S[..., :V], o
     if walk.kernel and g_v is None:
         from ..kernels.portable.border import added
 
         X, decay = added(k, v, g)
-        return _decays(walk, x, decay), X
+        return _decays(walk, x, decay), X, None
     k, v, of_k, of_v = walk.heads_first(k, v, g, g_v)
-    return _decays(walk, x), decayed(k, of_k, decay_to_end).mT @ decayed(v, of_v, decay_to_end)
+    return _decays(walk, x), decayed(k, of_k, decay_to_end).mT @ decayed(v, of_v, decay_to_end), None
 
 
-def read_map(walk: Walk, x: Tokens, do: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Find (M^T, A) of rows of tokens, from right to left, from q, do and gates (for the delta rules, from k too)."""
-    q, g, g_v, V = x["q"], x.get("g"), x.get("g_v"), do.shape[-1]
+def read_map(
+    walk: Walk, x: Tokens, do: Tensor, known: tuple[Tensor, Tensor] | None = None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Find (M^T, A) of rows of tokens, from right to left, from q, do and gates (for the delta rules, from k too).
+
+    `known` are the M and the reads of the same tokens that `write_map` has found for a delta rule, if it has.
+    """
+    q, g, g_v = x["q"], x.get("g"), x.get("g_v")
     if "beta" in x:
-        if walk.kernel and (g is None or g.ndim == 3):
-            from ..kernels.portable.border import read
+        if known is None:
+            (M,), _, reads = write_map(walk, x, reads=True)
+        else:
+            M, reads = known
+        if walk.kernel:
+            from ..kernels.portable.border import added
 
-            R = read(q, x["k"], do, g, x["beta"])
-            return (R[..., V:],), walk.scale * R[..., :V]
-        reads, M = _of_identity(walk, x, x["v"][..., :0])  # token t's reads of each row of the state: [B T HV K]
+            return (M.mT,), added(reads, do)[0]
         return (M.mT,), heads_first(reads).mT @ heads_first(do.to(walk.dtype))
     if walk.kernel and g_v is None:
         from ..kernels.portable.border import added
@@ -179,15 +187,12 @@ def _decays(walk: Walk, x: Tokens, rows: Tensor | None = None) -> tuple[Tensor, 
     return (rows[..., None],) if g_v is None else (rows[..., None], g_v.sum(1, dtype=walk.dtype).exp()[..., None, :])
 
 
-def _of_identity(walk: Walk, x: Tokens, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Walk a delta rule over values v and K more columns without values, which start from the identity.
+def _of_identity(walk: Walk, x: Tokens) -> tuple[Tensor, Tensor]:
+    """Walk a delta rule over its values and K more columns without values, which start from the identity.
 
     The rule changes each column of a state by itself, so these columns end as M of S -> M S + X.
     """
-    x, v = {name: y.to(walk.dtype) for name, y in x.items()}, v.to(walk.dtype)
-    (B, _, HV, V), K = v.shape, x["k"].shape[-1]
-    S = F.pad(torch.eye(K, dtype=walk.dtype, device=v.device), (V, 0)).expand(B, HV, K, V + K)
-    parts = zip(F.pad(v, (0, K)).split(COLUMNS, -1), S.split(COLUMNS, -1), strict=True)
-    found = [walk.form(**x | {"v": v}, scale=walk.scale, initial_state=S) for v, S in parts]
-    o, S = (torch.cat(y, -1) for y in zip(*found, strict=True))
-    return o, S
+    x = {name: y.to(walk.dtype) for name, y in x.items()}
+    (B, _, HV, V), K = x["v"].shape, x["k"].shape[-1]
+    S = F.pad(torch.eye(K, dtype=walk.dtype, device=x["v"].device), (V, 0)).expand(B, HV, K, V + K)
+    return walk.form(**x | {"v": F.pad(x["v"], (0, K))}, scale=walk.scale, initial_state=S)

@@ -163,26 +163,20 @@ class Explorable:
         data = json.dumps(sent, ensure_ascii=False, separators=(",", ":"))
         data = data.replace("</", r"<\/")  # no string may end the script
         first = functools.reduce(operator.getitem, self.start, self.frames)
-        parts = {
-            "STYLE": STYLE,
-            "SCRIPT": script("pointing.js", "guessing.js", "explorable.js"),
-            "ID": "explorable-" + hashlib.sha256((self.title + data).encode()).hexdigest()[:8],
-            "TITLE": escape(self.title),
-            "NOTICE": escape(self.notice),
-            "ALT": escape(self.alt),
-            "QUESTION": ask(self.question) if self.question else "",
-            "LEGEND": legend(self.legend),
-            "HINT": HINT if any("data-say" in piece for piece in pieces) else "",
-            "CONTROLS": "".join(map(_control, self.controls, self.start)),
-            "SIZE": f"{WIDTH} {self.height}",
-            "PICTURE": "".join(first.pieces),
-            "READOUT": escape(first.readout),
-            "DATA": data,
-        }
-        html = _HTML
-        for name, value in parts.items():
-            html = html.replace(f"%{name}%", value)
-        return html
+        picture = f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img"\naria-label="{escape(self.alt)}">'
+        return page(
+            data,
+            title=escape(self.title),
+            question=ask(self.question) if self.question else "",
+            controls="".join(map(_control, self.controls, self.start)),
+            readout=escape(first.readout),
+            label="Picture",
+            picture=f"{picture}{''.join(first.pieces)}</svg>",
+            hint=HINT if any("data-say" in piece for piece in pieces) else "",
+            legend=legend(self.legend),
+            script=script("pointing.js", "guessing.js", "explorable.js"),
+            notice=escape(self.notice),
+        )
 
 
 def _control(control: Choice | Slider, i: int) -> str:
@@ -229,20 +223,29 @@ def legend(keys: Sequence[Key]) -> str:
     return f'<ul class="explorable-legend">{"".join(items)}</ul>' if keys else ""
 
 
-_HTML = """<figure class="explorable" id="%ID%">
-<style>%STYLE%</style>
-<div class="explorable-title">%TITLE%</div>
-%QUESTION%
-<div class="explorable-controls" hidden>%CONTROLS%<div class="explorable-buttons"><button type="button">Step</button>
-<button type="button">Play</button><button type="button">Reset</button></div></div>
-<div class="explorable-readout" aria-live="polite">%READOUT%</div>
-<div class="explorable-picture" tabindex="0" role="group" aria-label="Picture"><svg viewBox="0 0 %SIZE%" role="img"
-aria-label="%ALT%">%PICTURE%</svg></div>
-<div class="explorable-told" aria-live="polite" hidden>%HINT%</div>
-%LEGEND%
-<script>%SCRIPT%</script>
-<figcaption>%NOTICE%</figcaption>
+_HTML = """<figure class="explorable %kind%" data-size="%size%" id="%ID%">
+<style>%style%</style>
+<div class="explorable-title">%title%</div>
+%question%
+<div class="explorable-controls" hidden>%controls%<div class="explorable-buttons"><button type="button">Step</button>
+<button type="button">Play</button><button type="button">Reset</button></div>%more%</div>
+<div class="explorable-readout" aria-live="polite">%readout%</div>
+<div class="explorable-picture" tabindex="0" role="group" aria-label="%label%">%picture%</div>
+<div class="explorable-told" aria-live="polite" hidden>%hint%</div>
+%legend%
+<script>%script%</script>
+<figcaption>%notice%</figcaption>
 </figure>"""
+
+
+def page(data: str, **parts: str) -> str:
+    """A figure that can be moved, from HTML by the names of its parts, and what its script gets."""
+    html = _HTML
+    for name, value in {"kind": "", "size": "", "style": "", "more": "", **parts}.items():
+        html = html.replace(f"%{name}%", STYLE + value if name == "style" else value)
+    name = f"explorable-{hashlib.sha256((html + data).encode()).hexdigest()[:8]}"
+    return html.replace("%ID%", name).replace("%DATA%", data)
+
 
 HERE = Path(__file__).parent
 

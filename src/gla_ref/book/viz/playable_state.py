@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import gla
-from ._explorable import HERE, HINT, STYLE, Key, Question, ask, legend, script
+from ._explorable import HERE, HINT, Key, Question, ask, legend, page, script
 from ._svg import number
 
 __all__ = ["KINDS", "Playable", "playable_state"]
@@ -65,27 +64,23 @@ class Playable:
 
     def _repr_html_(self) -> str:
         data = json.dumps(self.data(), ensure_ascii=False, separators=(",", ":"))
-        parts = {
-            "STYLE": STYLE + (HERE / "playable_state.css").read_text(),
-            "SCRIPT": script("recurrence.js", "pointing.js", "guessing.js", "playable_state.js"),
-            "TITLE": _TITLES[self.size],
-            "QUESTION": ask(self.question()),
-            "CONTROLS": self._controls(),
-            "TOKENS": self._tokens(),
-            "READOUT": escape(self._first()["words"]),
-            "ALT": _ALT[self.size],
-            "BOARD": self._board(),
-            "HINT": HINT,
-            "LEGEND": legend(_LEGEND),
-            "NOTICE": _NOTICES[self.size],
-            "ID": "playable-" + hashlib.sha256((self.size + data).encode()).hexdigest()[:8],
-            "SIZE": self.size,
-            "DATA": data,
-        }
-        html = _HTML
-        for name, value in parts.items():
-            html = html.replace(f"%{name}%", value)
-        return html
+        return page(
+            data,
+            title=_TITLES[self.size],
+            question=ask(self.question()),
+            controls=self._controls(),
+            readout=escape(self._first()["words"]),
+            label=_ALT[self.size],
+            picture=self._board(),
+            hint=HINT,
+            legend=legend(_LEGEND),
+            script=script("recurrence.js", "pointing.js", "guessing.js", "playable_state.js"),
+            notice=_NOTICES[self.size],
+            kind="playable",
+            size=self.size,
+            style=(HERE / "playable_state.css").read_text(),
+            more=self._tokens(),
+        )
 
     def question(self) -> Question:
         """The question: without gates, the result of a write; with gates, the rows that fade."""
@@ -307,20 +302,6 @@ _LEGEND = (
     Key("blue faint", "above 0"),
     Key("vermilion faint", "below 0"),
 )
-
-_HTML = """<figure class="explorable playable" data-size="%SIZE%" id="%ID%">
-<style>%STYLE%</style>
-<div class="explorable-title">%TITLE%</div>
-%QUESTION%
-<div class="explorable-controls" hidden>%CONTROLS%<div class="explorable-buttons"><button type="button">Step</button>
-<button type="button">Play</button><button type="button">Reset</button></div>%TOKENS%</div>
-<div class="explorable-readout" aria-live="polite">%READOUT%</div>
-<div class="explorable-picture" tabindex="0" role="group" aria-label="%ALT%">%BOARD%</div>
-<div class="explorable-told" aria-live="polite" hidden>%HINT%</div>
-%LEGEND%
-<script>%SCRIPT%</script>
-<figcaption>%NOTICE%</figcaption>
-</figure>"""
 
 
 def playable_state(size: str = "tokens", *, gate: str = "none") -> Playable:

@@ -190,22 +190,15 @@ def gla_chunk_fuse(
 ) -> tuple[Tensor, Tensor]:
     """GLA by the four kernels of its original implementation. Forward only, and for mild gates: see the module.
 
+    Arguments, results and errors are those of :func:`gla_ref.kernels.gla.gla`, for any K and V, except:
+
     Args:
-        q: queries `[B, T, H, K]`, T >= 1; float32, float16 or bfloat16, any strides.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, H, V]`.
-        g: natural log gates `[B, T, H, K]`, in any of the three dtypes.
         g_v: refused: these kernels have no gate on the values.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: `[B, H, K, V]`, zeros when None.
         cu_seqlens: refused: the sequences of these kernels have one length.
         C: chunk length, 16 (the original's BT), 32 or 64.
 
-    Returns:
-        o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[B, H, K, V]`.
-
     Raises:
-        TypeError, ValueError: an argument does not fit, or needs a gradient; the message names it.
+        ValueError: a tensor needs a gradient.
     """
     call = Call(q=q, k=k, v=v, g=g, g_v=None, initial_state=initial_state, cu_seqlens=None, scale=scale)
     sizes = check_call(call)

@@ -9,10 +9,7 @@ warps::
     loader    asks the copy engine (TMA) for q, k, v, T, P of a chunk           waits for `done`
     walker    (2) and (3) for BV columns of V; S in its registers; o out        waits for `ready`
 
-Barriers, in the order of ring.py, with chunks for rounds::
-
-    ready    copy engine -> walker    the announced bytes    the chunk is there
-    done     walker -> loader         1 arrival              the chunk has been read
+`Barriers` has the kinds of barriers in the order of ring.py; a round is a chunk.
 
 *Segments.* A segment maps the state S to M S + X (portable/delta_forward.py). `walk` without q, P and o makes X
 and M, BV columns per program: X from a state of zeros, M from the columns of the unit matrix with values of zero, since
@@ -42,7 +39,6 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, Spec, cdiv
@@ -51,29 +47,17 @@ from ..portable.segments import slots
 from . import delta_chunk
 from .delta_chunk import VARIABLE, C, Shared, load_state, read, state_columns, store_o, write
 from .delta_solve import launch_solve, load_decays, load_divisors
-from .gluon_names import named
+from .gluon import copy_in, fence_async_shared, mbarrier, tma
 from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows, which_segment
-
-copy_in = named("copy_in")
 
 # rows of a chunk's `decays`, which are `factors` of delta_solve.py
 SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))
 ROWS = gl.constexpr(3)
 
 
-class Boxes(NamedTuple):
-    """The tensors that the copy engine brings; no q and d_P without outputs."""
-
-    q: object
-    k: object
-    v: object
-    d_T: object
-    d_P: object
-
-
 class Tiles(NamedTuple):
-    """Their tiles in shared memory, of several chunks."""
+    """The tensors that the copy engine brings, as boxes; or their tiles in shared memory. No q and P without o."""
 
     q: object
     k: object
@@ -85,8 +69,8 @@ class Tiles(NamedTuple):
 class Barriers(NamedTuple):
     """Who waits for whom, one of each for each stage."""
 
-    ready: object  # the walker: until the copies have come
-    done: object  # the loader: until the walker has read a stage
+    ready: object  # copy engine -> walker: the chunk has come
+    done: object  # walker -> loader: the chunk has been read
 
 
 @gluon.jit
@@ -94,7 +78,7 @@ def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl
     """Bring each chunk; what lies beyond a tensor comes as zeros."""
     of_k: gl.constexpr = boxes.k.block_type.nbytes  # bytes of a tile; q has as many, P as many as T
     of_v: gl.constexpr = boxes.v.block_type.nbytes
-    of_T: gl.constexpr = boxes.d_T.block_type.nbytes
+    of_T: gl.constexpr = boxes.T.block_type.nbytes
     for c in range(n):
         s, o_t, i_t = c % STAGES, begin + c * C, (i_c + c) * HV + i_h
         mbarrier.wait(bars.done.index(s), ((c // STAGES) & 1) ^ 1)
@@ -107,9 +91,9 @@ def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl
         if boxes.q is not None:
             copy_in(boxes.q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
         copy_in(boxes.v, [i_b, i_h, o_t, o_v], bar, tiles.v.index(s))
-        copy_in(boxes.d_T, [i_t, 0, 0, 0], bar, tiles.T.index(s))
-        if boxes.d_P is not None:
-            copy_in(boxes.d_P, [i_t, 0, 0, 0], bar, tiles.P.index(s))
+        copy_in(boxes.T, [i_t, 0, 0, 0], bar, tiles.T.index(s))
+        if boxes.P is not None:
+            copy_in(boxes.P, [i_t, 0, 0, 0], bar, tiles.P.index(s))
 
 
 @gluon.jit
@@ -214,7 +198,7 @@ def walk(
 
     tiles = Tiles(t_q, t_k, t_v, t_T, t_P)
     outputs, which = (o, d_o, S_in, S_out), (i_s, i_b, i_h, i_c, o_v, begin, end, n, HV, scale)
-    of_loader = (Boxes(q, k, v, d_T, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES)
+    of_loader = (Tiles(q, k, v, d_T, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES)
     gl.warp_specialize(
         [(walker, (outputs, decays, tiles, bars, t_S, t_u, which, V, W, STAGES, GATED, PACKED)), (loader, of_loader)],
         [4],

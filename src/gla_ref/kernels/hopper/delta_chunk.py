@@ -25,16 +25,13 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ... import _contract as contract
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Spec, cdiv
 from ..portable.segments import sequences, slots
-from .gluon_names import named
+from .gluon import barrier, fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from .tiles import LOG2E, operand, store_box, store_rows
-
-barrier = named("barrier")
 
 C = gl.constexpr(64)  # tokens of a chunk
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16

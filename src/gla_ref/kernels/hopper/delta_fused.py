@@ -6,16 +6,8 @@ Equations (1) to (3) are those of delta_chunk.py. A program owns a value head of
     solver    four warps      (1)                                        waits for `keys`, `gated`, `ready`
     walker    V / 16 warps    (2) and (3); S in its registers; o out     waits for `keys`, `ready`, `solved`
 
-The solver works a chunk ahead of the walker, so everything of a chunk has two stages. Chunk c lies in stage s = c % 2,
-and its round is j = c // 2. Each stage has five barriers::
-
-    keys      copy engine -> solver, walker    the announced bytes    k is there: the solver needs no more to begin
-    ready     copy engine -> solver, walker    the announced bytes    q and v are there
-    gated     loader -> solver                 1 arrival              strengths, sums of gates and decays are there
-    solved    solver -> walker                 1 arrival              T and P are there, and so are the decays
-    done      walker -> loader                 1 arrival              everything of c has been read
-
-This is the order of ring.py, with chunks for rounds.
+The solver works a chunk ahead of the walker, so everything of a chunk has two stages: chunk c lies in stage c % 2.
+Each stage has the five `Barriers`, in the order of ring.py; a round is a chunk.
 
 *Nothing is overwritten too early*: the solver, once past `keys` of c, knows that the walker is done with c - 2. Its
 own products have read q and k before it arrives at `solved`.
@@ -59,13 +51,6 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, cdiv
@@ -73,11 +58,9 @@ from . import delta_chunk
 from .delta_chunk import VARIABLE, C, since_until, strides, summed, which_sequence
 from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, largest, spread
 from .delta_walks import state_rows
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 STAGES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
 # rows of a chunk's `gates`: strengths, c, e^b, 2^x e^(b_C - b), scale e^b, 2^-x times strengths, 2^x scale
@@ -99,11 +82,11 @@ class Tiles(NamedTuple):
 class Barriers(NamedTuple):
     """Who waits for whom, one of each for each stage."""
 
-    keys: object  # solver and walker: until k has come
-    ready: object  # solver and walker: until q and v have come
-    gated: object  # the solver: until the loader has stored the rows of `gates`
-    solved: object  # the walker: until T and P are made
-    done: object  # the loader: until the walker has read the chunk
+    keys: object  # copy engine -> solver, walker: k has come, and the solver needs no more to begin
+    ready: object  # copy engine -> solver, walker: q and v have come
+    gated: object  # loader -> solver: strengths, sums of gates and decays are stored
+    solved: object  # solver -> walker: T and P are made, and the decays are there
+    done: object  # walker -> loader: everything of the chunk has been read
 
 
 @gluon.jit

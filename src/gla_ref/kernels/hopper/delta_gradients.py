@@ -54,13 +54,6 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.plan import Spec
 from ..portable.delta_forward import BETA, COARSE, FINE, SINCE, UNTIL, DeltaCall
@@ -68,11 +61,9 @@ from ..portable.delta_forward import ROWS as FACTORS
 from ..portable.delta_gradient import Made
 from .delta_chunk import barrier, load_tokens, row_column, strides
 from .delta_solve import C
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
 from .tiles import add, behind, box, keep_rows, store_own_rows, which_segment
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 BLOCK = gl.constexpr(64)  # rows and columns of a tile
 ROWS = gl.constexpr(FACTORS)  # of `factors`

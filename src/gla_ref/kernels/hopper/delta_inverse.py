@@ -24,9 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from .gluon_names import named
-
-reinterpret = named("reinterpret")
+from .gluon import reinterpret
 
 MILD = gl.constexpr(1.0625)  # the largest |N_ij| of a chunk for which float16 is enough: keys in bfloat16 exceed 1
 

@@ -1,11 +1,7 @@
 """The first launch of delta_ahead.py and delta_backward.py: all of a chunk that needs no state (chapters 20 and 23).
 
-That is (1) of delta_chunk.py, with b the running sum of a chunk's gates and E_ij = e^(b_i - b_j) for j <= i, 0 above::
-
-    N = -tril(beta_i (k_i k_j^T) E_ij, -1)     P = (q k^T) * E     Y = (I - N)^-1
-
-`solve` has a program for each chunk of a value head. It makes T = Y diag(beta) for delta_ahead.py, Y - I for a
-gradient, whose walks add what I multiplies themselves.
+That is P of (1) in delta_chunk.py and, with Y = (I - N)^-1, either T = Y diag(beta) for delta_ahead.py, or Y - I for a
+gradient, whose walks add what I multiplies themselves. `solve` has a program for each chunk of a value head.
 
 A program has one role of four warps. The copy engine brings q and k while they make the decays; they wait at `ready`,
 once, and nobody waits for them. When products have read q and k, the inverse (delta_inverse.py) takes their bytes.
@@ -26,22 +22,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.plan import Box, Spec
 from ..portable.delta_forward import DeltaCall
 from .delta_chunk import VARIABLE, C, Shared, barrier, decays, load_tokens, row_column, since_until, strides, summed
 from .delta_inverse import allocate_scratch, eliminate, inverse, spread
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .tiles import keep_rows, operand, which_segment
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 
 @gluon.jit(do_not_specialize=VARIABLE)

@@ -42,24 +42,15 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.plan import Box, Spec
 from ..portable.delta_forward import BETA, SINCE, UNTIL, DeltaCall
 from ..portable.delta_forward import ROWS as FACTORS
 from .delta_chunk import VARIABLE, barrier
 from .delta_solve import C, load_divisors
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
 from .tiles import box, keep_rows, operand, which_segment
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 DIVISORS = gl.constexpr(FACTORS)  # float16's row of `factors`, after those of the portable kernels
 BV, STAGES = gl.constexpr(64), gl.constexpr(3)
@@ -82,27 +73,17 @@ class Part(NamedTuple):
     HV: object  # value heads
 
 
-class Boxes(NamedTuple):
-    """The tensors that the copy engine brings; forwards no q and P."""
+class Tiles(NamedTuple):
+    """The tensors that the copy engine brings, as boxes; or their tiles in shared memory, and those of results."""
 
-    q: object
+    q: object  # forwards no box, as of P
     k: object
     v: object  # do backwards
     Y: object
     P: object
-
-
-class Tiles(NamedTuple):
-    """Their tiles in shared memory, of several chunks, and those of results."""
-
-    q: object
-    k: object
-    v: object
-    Y: object
-    P: object
-    factors: object  # [4 * stages, C]: forwards beta, backwards e^b; e^b beta; e^(b_C - b); backwards scale beta
-    state: object
-    rows: object
+    factors: object = None  # [4 * stages, C]: forwards beta, backwards e^b; e^b beta; e^(b_C - b); backwards scale beta
+    state: object = None
+    rows: object = None
 
 
 class Barriers(NamedTuple):
@@ -456,13 +437,13 @@ def walks(
     fence_async_shared()
 
     tiles = Tiles(t_q, t_k, t_v, t_Y, t_P, t_factors, t_state, t_rows)
-    boxes = Boxes(None, k, v, d_Y, None)
+    boxes = Tiles(None, k, v, d_Y, None)
     forwards = Results(S_in, S_out, states, writes, d_states, d_writes)
     backwards = Results(R_in, R_out, dstates, rows, d_dstates, d_rows)
     gl.warp_specialize(
         [
             (either_walk, (back, forwards, backwards, factors, tiles, bars, part, K, V, W, ROWS, PACKED)),
-            (either_loader, (back, boxes, Boxes(q, k, do, d_Y, d_P), factors, tiles, bars, part, scale, ROWS)),
+            (either_loader, (back, boxes, Tiles(q, k, do, d_Y, d_P), factors, tiles, bars, part, scale, ROWS)),
         ],
         [4],
         [REGISTERS],

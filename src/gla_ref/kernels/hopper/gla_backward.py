@@ -11,9 +11,8 @@ b as in gla_forward.py::
                   + sum over j < t of k'_j (v R'^T)_j + sum_v e^(2 r) S R)                      (4)
     R  <- e^r (R' + q'^T do)                                                                    (5)
 
-(4) counts the paths that cross token t, as portable/gla_gradient.py does. A pair i = j crosses nothing, and adds
-the same to both sides of the difference; it is left out of dP, so that it need not cancel: beside g = -20 its rounding
-would be all that is left. Reference: :mod:`gla_ref.gradients.gla`.
+(4) counts the paths that cross token t, as portable/gla_gradient.py does, which says why pairs i = j stay apart.
+Reference: :mod:`gla_ref.gradients.gla`.
 
 First `walk` of gla_forward.py stores the state before each chunk in 16 bits (k, v, g in: 5 units, of one tensor's
 bytes). Then `unwind` goes from the last chunk to the first (q, k, v, g, do, states in; dq, dk, dv, dg out: 11 units).
@@ -30,16 +29,8 @@ k', dg into that of g. The sums of (4) are over rows, which lie in many threads 
 the transformer (a channel each), so their terms cross over in float32: those of pairs and reads (`net`) through
 the memory of S, those of writes (`later`) through that of R' in 16 bits.
 
-Barriers, of round i = 0, 1, ... (chunk n - 1 - i), `x` of a stage, s = i % 2; phases as in gla_forward.py::
-
-    has_x, has_v, has_do, has_S    copy engine -> who reads first     its bytes have come
-    hat                            transformer -> multiplier          q', k', factors are in place
-    has_later                      multiplier -> transformer          `later` is written: v R'^T is done with R'
-    has_net                        multiplier -> transformer          `net`, dq', dk' are written: all products are done
-    free_x                         transformer -> loader              dq, dk, dg have left the stage
-    free_v, free_do                multiplier -> loader               dv has left v; the products have read do
-    free_S                         transformer -> loader              `net` has been read
-    free_R                         transformer -> multiplier          `later` has been read
+The roles meet at `Barriers`, in rounds i = 0, 1, ... (chunk n - 1 - i); phases are counted as in ring.py, and what
+belongs to a stage lies in stage i % 2.
 
 *Why nobody waits for ever.* The loader asks for x of round 0, then for v, do, S of round i and x of round i + 1; the
 transformer makes `hat` of round i + 1, then finishes round i. Each waits only for what comes earlier in these orders.
@@ -70,13 +61,6 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
@@ -95,27 +79,23 @@ from ..portable.gla_forward import (
 from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
 from .gla_forward import Roles, begin
-from .gluon_names import named
+from .gluon import (
+    barrier,
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    mbarrier,
+    reinterpret,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from .tiles import LOG2E, add, behind, box, keep_rows, scaled, store_box, store_rows
 from .tiles import which_segment as which_segment_of_warps
 
-barrier, reinterpret = named("barrier"), named("reinterpret")
-copy_in, copy_out = named("copy_in"), named("copy_out")
-
-
-class Boxes(NamedTuple):
-    """The tensors that the copy engine brings."""
-
-    q: object
-    k: object
-    v: object
-    g: object
-    do: object
-    S: object
-
 
 class Tiles(NamedTuple):
-    """Their tiles in shared memory: two of q, k and g."""
+    """The tensors that the copy engine brings, as boxes; or their tiles in shared memory, two of q, k and g."""
 
     q: object
     k: object
@@ -138,18 +118,18 @@ class Sides(NamedTuple):
 class Barriers(NamedTuple):
     """Who waits for whom: `has` until tiles are filled, `free` until they may be filled again."""
 
-    has_x: object  # the transformer: q, k, g of a stage
-    has_v: object  # the multiplier, as the next two
+    has_x: object  # copy engine -> transformer: q, k, g of a stage have come
+    has_v: object  # copy engine -> multiplier, as the next two
     has_do: object
     has_S: object
-    hat: object  # the multiplier: q' and k' of a stage
-    has_later: object  # the transformer; None without dg
-    has_net: object  # the transformer
-    free_x: object  # the loader, as the next three
-    free_v: object
-    free_do: object
-    free_S: object
-    free_R: object  # the multiplier: `later` has been read; None without dg
+    hat: object  # transformer -> multiplier: q', k' and factors of a stage are in place
+    has_later: object  # multiplier -> transformer: v R'^T is done with R', `later` is written; None without dg
+    has_net: object  # multiplier -> transformer: all products are done, `net`, dq', dk' are written
+    free_x: object  # transformer -> loader: dq, dk, dg have left the stage
+    free_v: object  # multiplier -> loader: dv has left v
+    free_do: object  # multiplier -> loader: the products have read do
+    free_S: object  # transformer -> loader: `net` has been read
+    free_R: object  # transformer -> multiplier: `later` has been read; None without dg
 
 
 @gluon.jit
@@ -521,7 +501,7 @@ def unwind(
     )
     fence_async_shared()
 
-    boxes = Boxes(q, k, v, g, do, S)
+    boxes = Tiles(q, k, g, v, do, S)
     tiles = Tiles(all_q, all_k, all_g, t_v, t_do, turns_S.index(0))
     sides = Sides(factors, flags, net, later, kept)
     gl.warp_specialize(

@@ -18,38 +18,19 @@ three roles, each with warps of its own, which work on different chunks at the s
     transformer   4 warps    (1) of q and k, in place; the state's factors; is the chunk strong?
     multiplier    4 or 8     (2) and (3): four products (WGMMA), the state in its registers; o out by TMA
 
-*Strong chunks.* A chunk is strong if the gates of some channel sum to less than LIMIT. In all its channels q then
-decays from the chunk's start and k to its end, so that no exponent is above 0. The multiplier leaves out the chunk's
-pairs, the transformer sets a flag, and `mend` of the portable file adds the pairs.
+*Strong chunks.* A chunk is strong if the gates of some channel sum to less than LIMIT. The factors of q, k and S are
+those of `chunk_decays` in portable/gla_forward.py, but a strong chunk has the strong ones in all its channels. The
+multiplier leaves out the chunk's pairs, the transformer sets a flag, and `mend` of the portable file adds the pairs.
 
-*Factors of the state.* The multiplier multiplies S by `first`, reads it, multiplies it by `through`, writes to it and
-multiplies it by `last`::
-
-                              q'              k'               first    through          last
-    mild chunk                q e^(b - r)     k e^(r - b)      e^r      1                e^r
-    strong chunk              q e^b           k e^(b_C - b)    1        e^(b_C)          1
-    strong chunk, float16     q e^b / 2^n     k e^(b_C - b)    2^n      e^(b_C) / 2^n    1
-
-2^n is e^b of the first token, rounded down to a power of 2: float16 is too small for q e^b itself.
-
-The roles meet at barriers in shared memory, three for each of STAGES stages::
-
-    empty   multiplier -> loader        nobody reads the stage any more
-    ready   copy engine -> transformer  its bytes have come
-    hat     transformer -> multiplier   q', k', factors are in place
-
-*Why nobody waits for ever.* All roles walk over the same chunks i = 0, 1, ... n - 1. Chunk i lies in stage i % STAGES,
-and its round is j = i // STAGES. A barrier expects one arrival a round, which ends its phase; wait(bar, p) returns if
-the last phase that ended has parity p. In a fresh barrier that is phase -1, of parity 1. Roles wait at `ready` and
-`hat` for phase j, of parity j & 1. The loader waits at `empty` for the phase of the round before, which for j = 0 is
-over already. No role can be two rounds ahead, because a round goes through all three barriers.
+The roles meet at barriers in shared memory (`Barriers`), three for each of STAGES stages. In the order of ring.py, with
+chunks for rounds, they are `ready`, `hat`, `empty`.
 
 *Arrivals.* One thread arrives for its role. Before that the compiler lets all warps of the role meet (`bar.sync`), and
 `make compile` checks that it does.
 
-Gates in float32 are twice as large, and have one tile instead of one a stage. `taken` (transformer -> loader) has one
-arrival a chunk: phase i is that of chunk i, and before it asks for the gates of chunk i the loader waits for phase
-i - 1, of parity (i & 1) ^ 1. It does so last, when the chunk's other tiles are on their way.
+Gates in float32 are twice as large, and have one tile instead of one a stage. Its barrier `taken` (transformer ->
+loader), after `ready` in the order above, has one stage: before it asks for the gates of chunk i the loader waits for
+phase i - 1, of parity (i & 1) ^ 1. It does so last, when the chunk's other tiles are on their way.
 
 *Barriers own their bytes.* Between `init` and `invalidate` the hardware may write a barrier's state to its bytes at any
 time, while Gluon gives bytes away after the last use that it sees in the program. A barrier that no role waits for
@@ -72,13 +53,6 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ...pages.gla_hopper import walk as walk_of_page
 from ..launch.hardware import Hardware
@@ -87,31 +61,20 @@ from ..portable import gla_forward as portable
 from ..portable.gla_forward import GlaCall, Readers, mend_strong, walks
 from ..portable.segments import slots
 from . import refusal_of_gradient
-from .gluon_names import named
+from .gluon import copy_in, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .tiles import LOG2E, box, keep_rows, operand, scaled, store_box, store_rows, which_segment
-
-copy_in = named("copy_in")
 
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32, so this gate stands for all below, -inf too
 
 
-class Boxes(NamedTuple):
-    """The tensors that the copy engine brings or takes."""
-
-    q: object  # None in a walk that makes no o; o is None then too
-    k: object
-    v: object
-    g: object
-    o: object
-
-
-class Stages(NamedTuple):
-    """Their tiles in shared memory, of several chunks."""
+class Tiles(NamedTuple):
+    """The tensors that the copy engine brings or takes, as boxes; or their tiles in shared memory, of each stage."""
 
     q: object  # None in a walk that makes no o
     k: object
     v: object
     g: object
+    o: object = None  # of boxes only
 
 
 class Barriers(NamedTuple):
@@ -224,7 +187,7 @@ def transformer(
             # r through shared memory, to have it in the layout of x's columns; `first` overwrites it below
             all_factors.index(2 * s).store(r * LOG2E)
             half = all_factors.index(2 * s).load(gl.SliceLayout(0, of_x))  # [BK]
-            shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, of_x))  # n of 2^n
+            shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, of_x))  # s of 2^s in `chunk_decays`
             if FLOAT16:
                 top = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half  # b of the first token, which no other exceeds
                 shift = gl.floor(gl.maximum(top, -100.0))  # float32 has 2^-100
@@ -277,7 +240,7 @@ def multiplier(
         b_k = stages.k.index(s).reshape([C, BK])
         b_v = stages.v.index(s).reshape([C, BV])
         is_strong = gl.sum(strong_tiles.index(s).load(one_number), 0)  # 0 or 1
-        # mild: first = last = e^r. strong: first = last = 1, through = e^(b_C); float16: the module's table
+        # mild: first = last = e^r. strong: first = last = 1, through = e^(b_C); in float16 first = 2^s
         first = all_factors.index(2 * s).load(gl.SliceLayout(1, of_S))
         last = first
         if q is not None:
@@ -408,7 +371,7 @@ def walk(
     halves.store(gl.full([C, 16], 0.5, signs.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
     fence_async_shared()
 
-    boxes, stages = Boxes(q, k, v, g, o), Stages(all_q, all_k, all_v, all_g)
+    boxes, stages = Tiles(q, k, v, g, o), Tiles(all_q, all_k, all_v, all_g)
     bars = Barriers(empty, ready, hat, taken)
     gl.warp_specialize(
         [

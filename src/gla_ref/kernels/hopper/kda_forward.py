@@ -31,13 +31,6 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Box, Plan, Spec, boxed, cdiv
@@ -45,12 +38,10 @@ from ..portable.segments import slots
 from . import delta_ahead, delta_chunk
 from .delta_chunk import C, barrier
 from .delta_walks import BV, Results, load_state, send_rows, state_rows, which_part
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .kda_prepare import launch_prepare
 from .ring import invalidate, new_barriers
 from .tiles import box
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 STAGES = gl.constexpr(3)  # chunks in shared memory
 REGISTERS = 128  # a thread at entry; the walker gets what the loader leaves

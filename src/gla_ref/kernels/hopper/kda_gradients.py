@@ -43,13 +43,6 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan
@@ -60,14 +53,12 @@ from .delta_chunk import barrier, load_tokens, row_column
 from .delta_inverse import reinterpret
 from .delta_solve import C
 from .delta_walks import BV
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .kda_forward import prepared
 from .kda_prepare import FLOOR, LIMIT
 from .kda_walks import walks
 from .ring import invalidate_stages, new_barriers
 from .tiles import LOG2E, add, behind, box, keep_rows, store_own_rows, which_segment
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 BK = gl.constexpr(32)  # channels at a time
 LEAST = gl.constexpr(2.0**-40)  # strengths below it in size count as it

@@ -15,7 +15,9 @@ a block and D_J the sum of block J::
 
 So all that differs between blocks is a power of 2 for a block and channel: left operands are rounded once, kept in
 registers, and multiplied in 16 bits without a further error. Exponents of left and right are at most 58 while no
-block's gates sum to less than LIMIT, -80 nats; pairs above the diagonal may be infinite, and `where` drops them.
+block's gates sum to less than LIMIT, -80 nats; pairs above the diagonal may be infinite, and `where` drops them. No
+gate lies between a token and itself: P_ii comes from a product of each block's q and k as they are, rounded in neither.
+Where gates are strong little else is left of P, and dbeta's largest errors were those of rounded operands there.
 
 *Strong chunks* have a block and channel below LIMIT. `prepare` flags them; its q^ and e^(b_C) are right there too.
 `mend` makes k~, P, W and U of flagged chunks again: pairs inside a block by levels (tokens meet at the middle of the
@@ -34,24 +36,15 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    mma_v2,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ..launch.plan import Box, Draft, Spec, cdiv
 from .delta_chunk import barrier, load_tokens, row_column
 from .delta_inverse import allocate_scratch, eliminate, inverse, reinterpret, spread
 from .delta_solve import C
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate_stages, new_barriers
 from .tiles import LOG2E, add, keep_rows, which_segment
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 HALF = gl.constexpr(64)  # channels at a time
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32
@@ -105,26 +98,23 @@ def to_border(x, n: gl.constexpr, three: gl.constexpr):
 
 
 @gluon.jit
-def meet(total, more, n: gl.constexpr, J: gl.constexpr, DIAGONAL: gl.constexpr, mma: gl.constexpr):
-    """Add to columns of block J the pairs inside the block that meet at level n; with n = -1 each token with itself."""
+def meet(total, more, n: gl.constexpr, J: gl.constexpr, mma: gl.constexpr):
+    """Add to columns of block J the pairs inside the block that meet at level n."""
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))[:, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, mma))[None, :] + 16 * J
-    if n < 0:
-        return gl.where((i == j) & DIAGONAL, total + more, total)
-    else:
-        return gl.where((i > j) & (((i ^ j) >> n) == 1), total + more, total)
+    return gl.where((i > j) & (((i ^ j) >> n) == 1), total + more, total)
 
 
 @gluon.jit
-def add_level(X_0, X_1, X_2, X_3, tile, t_R, n: gl.constexpr, DIAGONAL: gl.constexpr, mma: gl.constexpr):
+def add_level(X_0, X_1, X_2, X_3, tile, t_R, n: gl.constexpr, mma: gl.constexpr):
     """Add a level's pairs to the four blocks of columns."""
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     none = gl.zeros([64, 16], gl.float32, mma)
     x = tile.reshape([C, HALF]).load(gl.DotOperandLayout(0, mma, 2))
-    X_0 = meet(X_0, mma_v2(x, t_R.index(0).permute((1, 0)).load(right), none), n, 0, DIAGONAL, mma)
-    X_1 = meet(X_1, mma_v2(x, t_R.index(1).permute((1, 0)).load(right), none), n, 1, DIAGONAL, mma)
-    X_2 = meet(X_2, mma_v2(x, t_R.index(2).permute((1, 0)).load(right), none), n, 2, DIAGONAL, mma)
-    X_3 = meet(X_3, mma_v2(x, t_R.index(3).permute((1, 0)).load(right), none), n, 3, DIAGONAL, mma)
+    X_0 = meet(X_0, mma_v2(x, t_R.index(0).permute((1, 0)).load(right), none), n, 0, mma)
+    X_1 = meet(X_1, mma_v2(x, t_R.index(1).permute((1, 0)).load(right), none), n, 1, mma)
+    X_2 = meet(X_2, mma_v2(x, t_R.index(2).permute((1, 0)).load(right), none), n, 2, mma)
+    X_3 = meet(X_3, mma_v2(x, t_R.index(3).permute((1, 0)).load(right), none), n, 3, mma)
     return X_0, X_1, X_2, X_3
 
 
@@ -175,6 +165,10 @@ def make(
         [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 16, 64],
     )
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    mma_own: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    left_own: gl.constexpr = gl.DotOperandLayout(0, mma_own, 2)
+    right_own: gl.constexpr = gl.DotOperandLayout(1, mma_own, 2)
+    cube: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flat_2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -207,6 +201,9 @@ def make(
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, of_f))[:, None]
     r = gl.arange(0, 16, layout=of_r)[None, :, None]
     o_d = gl.arange(0, HALF, layout=of_D)
+    o_i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma_own)))[None, :, None]
+    o_j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma_own)))[None, None, :]
+    own = gl.zeros([4, 16, 16], gl.float32, mma_own)
     none = gl.zeros([C, 16], gl.float32, mma)
     A_0, A_1, A_2, A_3, P_0, P_1, P_2, P_3 = none, none, none, none, none, none, none, none
     least = gl.zeros([4, HALF], gl.float32, of_f)
@@ -236,16 +233,12 @@ def make(
             tma.store_wait(0)
             barrier()  # the last half's k~ has left
         if STRONG:
-            for level in gl.static_range(5):
-                if level == 0:
-                    E = gl.full([4, 16, HALF], 1.0, gl.float32, three)
-                else:
-                    E = to_border(x, level - 1, three)
+            for level in gl.static_range(4):
+                E = to_border(x, level, three)
                 put_decayed(t_two.index(0).reshape([C, HALF]), b_K, E, three, col)
                 put_decayed(t_two.index(1).reshape([C, HALF]), b_Q, E, three, col)
-                if level > 0:
-                    A_0, A_1, A_2, A_3 = add_level(A_0, A_1, A_2, A_3, t_two.index(0), t_R, level - 1, False, mma)
-                P_0, P_1, P_2, P_3 = add_level(P_0, P_1, P_2, P_3, t_two.index(1), t_R, level - 1, True, mma)
+                A_0, A_1, A_2, A_3 = add_level(A_0, A_1, A_2, A_3, t_two.index(0), t_R, level, mma)
+                P_0, P_1, P_2, P_3 = add_level(P_0, P_1, P_2, P_3, t_two.index(1), t_R, level, mma)
         # the blocks' begins, in whole numbers, and what is left of them
         to_2 = D_0 + D_1
         to_3, all_D = to_2 + D_2, to_2 + (D_2 + D_3)
@@ -265,6 +258,9 @@ def make(
         k_t = b_k * gl.exp2(m[:, None, :] - y)
         put(t_two.index(0).reshape([C, HALF]), k_t, col)
         put(t_two.index(1).reshape([C, HALF]), k_t * gl.exp2(all_D[None, :] - (n_b + m))[:, None, :], col)
+        blocks_k = reinterpret(t_k.index(n), k.dtype, [4, 16, HALF], cube).permute((0, 2, 1)).load(right_own)
+        blocks_q = reinterpret(t_q.index(n), k.dtype, [4, 16, HALF], cube).load(left_own)
+        own = mma_v2(blocks_q, blocks_k, own)
         s = gl.exp2(y)
         b_q = gl.convert_layout(b_Q.load(col).to(gl.float32).reshape([4, 16, HALF]), three)
         put(b_K, b_k * s, col)
@@ -300,8 +296,10 @@ def make(
     if not STRONG:
         mild = gl.min(gl.min(least, 1), 0) >= LIMIT * LOG2E
         gl.store(strong + pid, 1 - mild.to(gl.int32))
+    reinterpret(t_D, gl.float32, [4, 4, 16], flat_2).index(0).store(gl.sum(gl.where(o_i == o_j, own, 0.0), 2))
     i, j = row_column(C, wide)
-    P = gl.where(i >= j, joined(P_0, P_1, P_2, P_3, wide), 0.0)
+    P = gl.where(i == j, t_D.index(0).load(gl.SliceLayout(1, wide))[:, None], 0.0)
+    P = gl.where(i > j, joined(P_0, P_1, P_2, P_3, wide), P)
     t_P = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
     t_P.reshape([C, C]).store(P.to(k.dtype))
     strength = -t_beta.load(gl.SliceLayout(1, wide))[:, None]

@@ -20,23 +20,14 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from .delta_chunk import C, barrier
 from .delta_walks import BV, Results, load_state, state_rows, which_part
-from .gluon_names import named
+from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .kda_forward import STAGES, VARIABLE, Barriers, Tiles, keep_state, walker
 from .kda_forward import loader as forward_loader
 from .ring import invalidate, new_barriers
 from .tiles import keep_rows
-
-copy_in, copy_out = named("copy_in"), named("copy_out")
 
 
 @gluon.jit

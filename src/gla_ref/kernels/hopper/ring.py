@@ -5,7 +5,7 @@ stage s = n % STAGES of shared memory, and each kind of barrier has one for each
 j = n // STAGES. wait(bar, p) returns if the last phase that ended has parity p; in a fresh barrier that is phase -1, of
 parity 1. So a role waits for this round at parity j & 1, and for round n - STAGES, whose stage it wants, at the other.
 
-A kernel's docstring names its kinds of barriers in an order such that
+A kernel's docstring or its `Barriers` has the kinds of barriers in an order such that
 
 (a) whoever ends a phase of round n has, in round n, waited only at kinds above it, or for earlier rounds;
 (b) whoever ends the next phase, that of round n + STAGES, has waited, itself or by way of those whom it waited for, for
@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .gluon import mbarrier
 
 
 @gluon.jit

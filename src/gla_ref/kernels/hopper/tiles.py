@@ -9,12 +9,9 @@ import functools
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..launch.plan import Box, Spec, boxed
-from .gluon_names import named
-
-copy_out = named("copy_out")
+from .gluon import copy_out, fence_async_shared, tma
 
 LOG2E = gl.constexpr(1.4426950408889634)
 BOUNDARIES = gl.constexpr(256)  # read at a time, in packed sequences

@@ -4,8 +4,9 @@
     R_left  = M^T R_right + A       A, for GLA: sum_t (e^(b_t) q_t)^T do_t, the piece's reads of the state before it
 
 `added` finds X or A of gated linear attention by a walk of gla_forward.py or linear.py without outputs. The walk reads
-k, v and g (backwards q, do and g) once, and also finds M, the decay of the whole piece. `written` and `read` find the
-map of a delta rule, by the walks of delta_forward.py and delta_gradient.py.
+k, v and g (backwards q, do and g) once, and also finds M, the decay of the whole piece. `written` finds X and M of a
+delta rule, of KDA too, by the walk of delta_forward.py; that walk also knows what each token reads of each row of the
+state on the left, and A is the product of these reads and do.
 
 Between ranks, `compose` writes the map of a rank's segments as a message, which the rank sends. `enter` runs through
 the messages of all ranks and finds the state that comes into a rank. `crossed`, the `carry` of segments.py, goes on
@@ -22,13 +23,14 @@ from torch import Tensor
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv, next_power_of_2
 from ..launch.program import of_parameters
-from . import delta_forward, delta_gradient, gla_forward
+from . import delta_forward, gla_forward
 from .gla_forward import Readers
+from .kda_forward import prepare_all
 from .linear import add_up
 from .segments import carry_states, slots
 from .tiles import VARYING, which_tile
 
-__all__ = ["added", "composed", "crossed", "entered", "read", "written"]
+__all__ = ["added", "composed", "crossed", "entered", "written"]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -110,21 +112,19 @@ def _of_all(decay: Tensor, n: int) -> Tensor:
     return decay.unflatten(0, (-1, n)).prod(1)
 
 
-def plan_written(hardware: Hardware, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> Plan:
-    """Plan X and, in K more columns, M."""
-    call = delta_forward.solve_all(Draft(hardware, k, v, g, beta), k, k, v, g, beta, None, 1.0, "fused")
-    S = call.draft.new("S", call.B, call.H, call.K, call.V + call.K)
-    delta_forward.launch_walk(call, None, k, v, None, S, maps=True)
-    return call.draft.plan("portable", S)
-
-
-def plan_read(hardware: Hardware, q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Plan:
-    """Plan A and, in K more columns, M^T."""
-    call = delta_forward.solve_all(Draft(hardware, q, k, do, g, beta), q, k, do, g, beta, None, 1.0, "fused")
-    do, _ = call.draft.gradient_of_o(q, do, call.scale)
-    R = call.draft.new("R", call.B, call.H, call.K, call.V + call.K)
-    delta_gradient.launch_walk_back(call, q, k, do, None, R, maps=True)
-    return call.draft.plan("portable", R)
+def plan_written(
+    hardware: Hardware, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, scale: float, reads: bool
+) -> Plan:
+    """Plan X with, in K more columns, M; and the reads, or None."""
+    draft, (B, T, H) = Draft(hardware, q, k, v, g, beta), v.shape[:3]
+    if g is None or len(g.shape) == 3:
+        call = delta_forward.solve_all(draft, q, k, v, g, beta, None, scale, "fused")
+    else:
+        call, q, k, _ = prepare_all(draft, q, k, v, g, beta, None, scale, "fused")
+    S = draft.new("S", B, H, call.K, call.V + call.K)
+    o = draft.new("reads", B, T, H, call.K, dtype=v.dtype) if reads else None
+    delta_forward.launch_walk(call, q if reads else None, k, v, None, S, o, maps=True)
+    return draft.plan("portable", S, o)
 
 
 def plan_composed(hardware: Hardware, part: Tensor, rows: Tensor, n: int, tag: float, backwards: bool) -> Plan:
@@ -159,8 +159,8 @@ def plan_crossed(hardware: Hardware, part: Tensor, rows: Tensor, S: Tensor, back
     return draft.plan("portable", part, out)
 
 
-_added, _written, _read, _composed, _entered, _crossed = map(
-    of_parameters, (plan_added, plan_written, plan_read, plan_composed, plan_entered, plan_crossed)
+_added, _written, _composed, _entered, _crossed = map(
+    of_parameters, (plan_added, plan_written, plan_composed, plan_entered, plan_crossed)
 )
 
 
@@ -180,22 +180,17 @@ def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = Fa
     return S, decay
 
 
-def written(k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
-    """Find X and, in K more columns, M; arguments as in :func:`gla_ref.kernels.delta.gated_delta_rule`.
+def written(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float, reads: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Find X and, in K more columns, M; arguments as in :func:`gla_ref.kernels.kda.kda`, and a g for heads or none.
 
     Returns:
-        float32 `[B, HV, K, V + K]`. Not differentiable.
+        float32 `[B, HV, K, V + K]`, and with `reads` what each token reads of each row of the state on the left,
+        `[B, T, HV, K]` in the dtype of v, else None. Not differentiable.
     """
-    return _written(k=k, v=v, g=g, beta=beta)[0]
-
-
-def read(q: Tensor, k: Tensor, do: Tensor, g: Tensor | None, beta: Tensor) -> Tensor:
-    """Find A of a delta rule, for a scale of 1, and, in K more columns, M^T.
-
-    Returns:
-        float32 `[B, HV, K, V + K]`. Not differentiable.
-    """
-    return _read(q=q, k=k, do=do, g=g, beta=beta)[0]
+    S, o = _written(q=q, k=k, v=v, g=g, beta=beta, scale=scale, reads=reads)
+    return S, o
 
 
 def composed(X: Tensor, M: tuple[Tensor], tag: float, backwards: bool = False) -> Tensor:

@@ -48,7 +48,7 @@ from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from .scalar_gates import between, summed
-from .segments import sequences, slots, which_segment, which_sequence
+from .segments import segment_length, sequences, slots, which_segment, which_sequence
 from .tiles import VARYING, load_tile, load_tokens, operand, pattern, patterns, product, store_tile, which_tile
 
 # by family and bits, the tokens of a chunk
@@ -274,7 +274,7 @@ def walk(
     """Walk a segment of a head, chunk by chunk, from the state in S_in to S_out.
 
     Each result may be None: o; `states`, the state before each chunk; `writes`, the w of each token. With MAP, S_out
-    [slots, H, K, V + K] is X and, after X, M.
+    [slots, H, K, V + K] is X and, after X, M, and o [B, T, H, K] what each token reads of each row of the first state.
     """
     # which tile: BV columns
     i_v, i_h, i_s = which_tile(H, tl.cdiv(V, BV) * BV + (K if MAP else 0), BV)
@@ -322,7 +322,12 @@ def walk(
                 b_o *= b_since[:, None]
             b_o += times(b_P, b_w, dtype)
             # store
-            store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
+            if MAP:  # tiles of X lie beyond K
+                n_v = tl.cdiv(V, BV)
+                o_m = tl.where(i_v < n_v, K, (i_v - n_v) * BV)
+                store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, o_m, K, C, BV, TMA)
+            else:
+                store_tile(o, b_o * scale, s_o, i_b, i_h, o_t, end, i_v * BV, V, C, BV, TMA)
         if GATED:
             b_S *= load_whole_decay(factors, i_t, i_h, H, C, ROWS)
             b_w *= b_until[:, None]
@@ -379,15 +384,15 @@ def carry(
 # The plan: the launches of a call.
 
 
-def choose_length(programs: int, chunks: int, multiprocessors: int, packed: int | None = None) -> int | None:
-    """Return the chunks of a segment, or None for no segments; arguments as in `choose_path` (segments.py).
+def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | None = None) -> tuple[str, int]:
+    """Return the path and the chunks per segment, by arguments as of `choose_path` (segments.py).
 
     A segment is walked twice, and the first walk has K more columns, so segments must be long, and at least four.
     """
     if 4 * programs > multiprocessors or chunks < 64:
-        return None
+        return "fused", chunks
     length = max(16, cdiv(chunks, multiprocessors * (packed or 1) // programs))
-    return length if length < chunks else None
+    return ("segmented", length) if length < chunks else ("fused", chunks)
 
 
 def carry_states(
@@ -468,22 +473,6 @@ def columns_of_v(hardware: Hardware, q: Spec, k: Spec, v: Spec) -> tuple[int, in
     return min(BV, most, max(least, next_power_of_2(V))), least
 
 
-def choose_segments(
-    draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None
-) -> tuple[int, bool]:
-    """Return (chunks of a segment, whether to narrow programs); without segments, more chunks than a sequence has."""
-    processors = draft.hardware.multiprocessors
-    length = choose_length(programs, chunks, processors, packed)
-    who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
-    if path == "segmented" and length is None:
-        length = cdiv(chunks, 3)
-    if path == "fused" or length is None:
-        draft.because(f"each sequence in one go: {who}")
-        return chunks + 1, 3 * programs < 2 * processors
-    draft.because(f"each sequence in segments of {length} of its {chunks} chunks: {who}")
-    return length, False
-
-
 def begin(draft: Draft, q, k, v, cu, scale, path, rows: int, most: int = 64) -> DeltaCall:
     """Begin a call whose plan is `draft`, with so many rows of factors and at most so many tokens in a chunk."""
     hardware, (B, T, heads, K), (H, V) = draft.hardware, q.shape, v.shape[2:]
@@ -492,8 +481,9 @@ def begin(draft: Draft, q, k, v, cu, scale, path, rows: int, most: int = 64) -> 
     C, BK = min(most, CHUNK[hardware.family, 8 * q.dtype.itemsize]), max(64 if half else 16, next_power_of_2(K))
     _, warps, stages = tiles(WALK, hardware, q.dtype, K=K)
     BV, least = columns_of_v(hardware, q, k, v)
-    length, narrow = choose_segments(draft, path, cdiv(V, BV) * H * N, cdiv(T, C), N if cu else None)
-    if narrow and BV > least:
+    programs, chunks = cdiv(V, BV) * H * N, cdiv(T, C)
+    length = segment_length(draft, path, programs, chunks, N if cu else None, choose_path)
+    if length > chunks and 3 * programs < 2 * hardware.multiprocessors and BV > least:
         BV = least
         draft.because(f"{BV} columns a program, so that more multiprocessors work")
     # bfloat16 has the range for sums of products; float16 does not

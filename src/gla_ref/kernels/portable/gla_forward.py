@@ -24,10 +24,8 @@ three launches instead of one. A first `walk`, from a state of zeros, finds each
 the state, and its decay. `carry` (segments.py) replaces each addition by the state that the segment
 starts from. A second `walk`, from these states, makes o.
 
-*Packed sequences.* Segments of L tokens have numbers: the segments of sequence n begin at number
-cu[n] // L + n, so no two sequences share a number, and the host need not know a length. From a
-segment's number `which_segment` (segments.py) finds the sequence and the segment's first token; the
-program uses no other sequence. Chunks are numbered by the same rule, with C for L.
+*Packed sequences.* From a segment's number `which_segment` (segments.py) finds the sequence and the
+segment's first token. Chunks are numbered by the same rule, with C for L.
 
 The kernels, and the number of programs of each (N sequences; a K tile is 64 channels, a V tile BV)::
 

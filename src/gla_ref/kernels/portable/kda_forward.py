@@ -107,12 +107,14 @@ def prepare(
         b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
         b_g = clamped(load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False))  # [C, BK]
 
-        # compute: (1), pairs of a block of 16, then pairs that meet at borders between blocks
+        # compute: (1), a token with itself, which crosses no gate, then pairs of a block of 16, then pairs that meet at
+        # borders between blocks
+        b_P += tl.where(i == j, tl.sum(b_q.to(tl.float32) * b_k, 1)[:, None], 0.0)
         z, total = from_middle(b_g, FAST_SUMS)
         if tl.min(tl.min(total, 1), 0) >= LIMIT:
-            b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, tl.exp2(z), tl.exp2(-z), (i >> 4) == (j >> 4))
+            met = ((i >> 4) == (j >> 4)) & (i != j)
+            b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, tl.exp2(z), tl.exp2(-z), met)
         else:
-            b_P += tl.where(i == j, scores(b_q.to(tl.float32), b_k.to(tl.float32), b_k.dtype), 0.0)
             for level in tl.range(0, 4):
                 b_E = to_border(b_g, between(level, C), FAST_SUMS)  # [C, BK]
                 b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, b_E, b_E, ((i ^ j) >> level) == 1)
@@ -152,12 +154,11 @@ def constants(call: DeltaCall, dtype: torch.dtype) -> dict:
     return {"LEVELS": call.C.bit_length() - 1, "LIMIT": LIMIT[dtype], "FAST_SUMS": fast}
 
 
-def prepare_all(draft: Draft, call) -> Prepared:
-    """Begin the plan of a call: prepare all chunks."""
-    q, k, v, g, beta = call.q, call.k, call.v, call.g, call.beta
+def prepare_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> Prepared:
+    """Begin a call whose plan is `draft`: prepare all chunks."""
     # a walk's stages hold three tiles of keys; 64 tokens of K = 256 would take 254 to 280 KB (Triton 3.9)
     most = 64 if q.shape[3] <= 128 else 32
-    call = delta_forward.begin(draft, q, k, v, call.cu_seqlens, call.scale, call.path, 1, most)
+    call = delta_forward.begin(draft, q, k, v, cu, scale, path, 1, most)
     G, (B, T, H) = call.G, v.shape[:3]
     # float16 has no range for e^b: these stay float32, and a walk gives each tile a size of its own
     q_hat, k_hat, k_til = (draft.new(name, B, T, H, call.K, dtype=call.kept) for name in ("q_hat", "k_hat", "k_til"))
@@ -175,6 +176,6 @@ def prepare_all(draft: Draft, call) -> Prepared:
 def plan_forward(hardware: Hardware, call) -> Plan:
     """Plan (o, final state)."""
     draft = Draft(hardware, *call)
-    x = prepare_all(draft, call)
+    x = prepare_all(draft, call.q, call.k, call.v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
     walked = walks(x.call, x.q, x.k, call.v, draft.contiguous(call.initial_state, torch.float32), o="o", S="S_T")
     return draft.plan("portable", walked.o, walked.S)

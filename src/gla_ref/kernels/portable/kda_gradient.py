@@ -224,7 +224,7 @@ def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
 def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dbeta, dS0); None for a tensor that is not given, and for a dg that is not needed."""
     draft = Draft(hardware, *call)
-    x = prepare_all(draft, call)
+    x = prepare_all(draft, call.q, call.k, call.v, call.g, call.beta, call.cu_seqlens, call.scale, call.path)
     solved, local, R_0 = both_walks(call, x.call, x.q, x.k)
     BK, _, _ = GRADIENTS[hardware.family, 8 * call.q.dtype.itemsize]
     dbeta = draft.new("dbeta", cdiv(solved.K, BK), *call.beta.shape)

@@ -16,6 +16,7 @@ Backward: dq reads S^T, dk and dv read dS = R in the same way, so each is one mo
 
     dq = walk(do, v, k)     dk = walk backwards(v, do, q)     dv = walk backwards(k, q, do)
 
+In segments, the walk of dq starts from the states that the forward pass found, and those of dk and dv from the same R.
 Narrow heads without gates need one walk for all three (`unwind`): the walk reverses the states from the returned S_T.
 The forward pass saves no other state; for `gate_gradient` (scalar_gates.py) the walks of dq and dv store their states.
 A chunk moves 2 C (2 K + BV) bytes in and 2 C BV out (bf16), for 2 C (C (K + BV) + 2 K BV) FLOPs; q and k of
@@ -24,6 +25,8 @@ states may be beyond the range of float16, because operands are scaled; results 
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -256,26 +259,39 @@ class Walk:
     def states_of_segments(self, L: int, S_in: Spec | None, S_out: Spec) -> Spec:
         """Find the states that segments of L tokens start from; S_out gets the final states."""
         n, draft = slots(self.B, self.T, self.cu, L), self.draft
-        part = draft.new("part", n, self.H, self.K, self.V)
+        starts = draft.new("starts", n, self.H, self.K, self.V)
         decay = None if self.sums is None else draft.new("decay", n, self.H)
-        self.launch(L, S_out=part, decay=decay)
-        carry_states(draft, part, decay, S_in, S_out, self.cu, self.T, L, self.reverse)
-        return part
+        self.launch(L, S_out=starts, decay=decay)
+        carry_states(draft, starts, decay, S_in, S_out, self.cu, self.T, L, self.reverse)
+        return starts
+
+
+class Walked(NamedTuple):
+    """The results of `_walk`; None if a result was not asked for."""
+
+    o: Spec
+    S: Spec | None  # the final state
+    states: Spec | None  # before each chunk; backwards, after each
+    L: int  # tokens of a segment; more than T without segments
+    starts: Spec | None  # the states that segments start from
 
 
 def _walk(
     draft: Draft, q: Spec, k: Spec, v: Spec, sums: Spec | None, S_in: Spec | None, cu: Spec | None,
     scale: float, path: str | None, o: str, S: str = "", reverse: bool = False, keep: bool = False,
-) -> tuple[Spec, Spec | None, Spec | None]:
-    """Make the results that are given a name: o, the final state S; with `keep`, also the states before each chunk.
+    starts: tuple[int, Spec | None] = (0, None),
+) -> Walked:
+    """Make the results that are given a name: o, the final state S; with `keep`, also the states of chunks.
 
-    Backwards, `keep` stores the states after each chunk.
+    `starts` are (L, starts) of a walk with k and v for each other: if segments are as long, this one has no S.
     """
     x = Walk(draft, q, k, v, sums, cu, scale, reverse)
     L = x.segment(path)
-    S = S_out = draft.new(S or "S", x.N, x.H, x.K, x.V) if S or L <= x.T else None
+    found = _turned(draft, starts[1]) if starts[0] == L else None
+    S = S_out = draft.new(S or "S", x.N, x.H, x.K, x.V) if S or (L <= x.T and not found) else None
     if L <= x.T:  # in segments: find first the states that they start from
-        S_in, S_out = x.states_of_segments(L, S_in, S), None
+        found = S_in = found or x.states_of_segments(L, S_in, S)
+        S_out = None
     states = None
     if keep or path == "materialised":
         # each state is an operand of one product, so the product's precision is enough; float16 has too small a range
@@ -287,7 +303,7 @@ def _walk(
         x.launch(x.C, q, o, S_in=states)
     else:
         x.launch(L, q, o, S_in, S_out, states)
-    return o, S, states
+    return Walked(o, S, states, L, found)
 
 
 def add_up(draft: Draft, k: Spec, v: Spec, g: Spec | None, reverse: bool) -> Spec:
@@ -323,18 +339,18 @@ def _unwind(
 
 
 def plan_forward(hardware: Hardware, call) -> Plan:
-    """Plan (o, final state, the gates' sums)."""
+    """Plan (o, final state, the gates' sums, the states that segments start from)."""
     draft, q, v = Draft(hardware, *call), call.q, call.v
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])  # in the backward pass V and K change places
     scale = contract.check_scale(call.scale, q.shape[-1])
     S, cu = draft.contiguous(call.initial_state, torch.float32), draft.contiguous(call.cu_seqlens, torch.int32)
     sums = None if call.g is None else running_sums(draft, call.g, cu, _chunk(hardware, q))
-    o, S_T, _ = _walk(draft, q, call.k, v, sums, S, cu, scale, call.path, "o", "S_T")
-    return draft.plan("portable", o, S_T, sums)
+    walked = _walk(draft, q, call.k, v, sums, S, cu, scale, call.path, "o", "S_T")
+    return draft.plan("portable", walked.o, walked.S, sums, walked.starts)
 
 
 def plan_backward(hardware: Hardware, call) -> Plan:
-    """Plan (dq, dk, dv, dg, dS0); None for a tensor not given and a dg not needed. `S_T` and `sums` may be None."""
+    """Plan (dq, dk, dv, dg, dS0); None for a tensor not given and a dg not needed. What is kept may be None."""
     draft, q, k, v, g = Draft(hardware, *call), call.q, call.k, call.v, call.g
     sums, path, need_dg = call.sums, call.path, call.need_dg
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])
@@ -348,14 +364,14 @@ def plan_backward(hardware: Hardware, call) -> Plan:
         return draft.plan("portable", dq, dk, dv, None, dS0)
     # a walk multiplies all its reads by scale, but dS has no such factor
     R = draft.compute("R", torch.div, dS, scale)
-    S_, R_ = (x and draft.compute(f"{x.name}^T", _turn, x, shape=x.transposed(2, 3).shape) for x in (S, R))
     if g is not None and sums is None:
         sums = running_sums(draft, g, cu, C)
     # dg needs S^T before each chunk, from dq's walk, and R after each chunk, from dv's walk
-    dq, _, states = _walk(draft, do, v, k, sums, S_, cu, scale, path, "dq", keep=need_dg)
-    dk, _, _ = _walk(draft, v, do, q, sums, R_, cu, scale, path, "dk", reverse=True)
     of_S = "R_0" if S else ""
-    dv, R_0, dstates = _walk(draft, k, q, do, sums, R, cu, scale, path, "dv", of_S, reverse=True, keep=need_dg)
+    dv, R_0, dstates, L, Rs = _walk(draft, k, q, do, sums, R, cu, scale, path, "dv", of_S, reverse=True, keep=need_dg)
+    dk = _walk(draft, v, do, q, sums, _turned(draft, R), cu, scale, path, "dk", reverse=True, starts=(L, Rs)).o
+    S_, Ss = _turned(draft, S), (L, call.starts)  # the forward pass had segments as long
+    dq, _, states, *_ = _walk(draft, do, v, k, sums, S_, cu, scale, path, "dq", keep=need_dg, starts=Ss)
     dS0, dg = draft.compute("dS0", torch.mul, R_0 if S else None, scale), None
     if need_dg:
         dg = draft.like("dg", g)
@@ -368,6 +384,11 @@ def plan_backward(hardware: Hardware, call) -> Plan:
             PACKED=cu is not None, num_warps=warps, num_stages=stages,
         )
     return draft.plan("portable", dq, dk, dv, dg, dS0)
+
+
+def _turned(draft: Draft, x: Spec | None) -> Spec | None:
+    """States x transposed."""
+    return x and draft.compute(f"{x.name}^T", _turn, x, shape=x.transposed(2, 3).shape)
 
 
 def _turn(x: Tensor) -> Tensor:

@@ -118,9 +118,11 @@ def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | 
     return ("segmented", length) if length < chunks else ("fused", chunks)
 
 
-def segment_length(draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None) -> int:
-    """Return the chunks of a segment on the path, by default that of `choose_path`; without segments, one too many."""
-    chosen, length = choose_path(programs, chunks, draft.hardware.multiprocessors, packed)
+def segment_length(
+    draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None, choose=choose_path
+) -> int:
+    """Return the chunks of a segment on the path, by default that of `choose`; without segments, one too many."""
+    chosen, length = choose(programs, chunks, draft.hardware.multiprocessors, packed)
     who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
     if (path or chosen) != "segmented":
         draft.because(f"each sequence in one go: {who}")

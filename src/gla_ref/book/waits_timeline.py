@@ -1,0 +1,61 @@
+"""A chart: the work and waits of each role of a Hopper kernel, by clocks read inside the kernel (chapter 23).
+
+The bars are measurements of one program on one multiprocessor, from the records of benchmarks/clocks.py.
+"""
+
+from __future__ import annotations
+
+__all__ = ["NAMES", "spans", "waits_timeline"]
+
+#: the schedules' names in the records and in the figure
+NAMES = {"fused": "fused", "in turn": "sequential", "ahead": "two kernels: the walk"}
+WORKS = "0.85"  # the grey of work; each barrier has a colour of its own
+
+
+def spans(role: dict) -> list[tuple[str, int, float, float]]:
+    """("work" or the barrier waited for, chunk, from, to) of a role's record, in order and in ns; no span is empty."""
+    found, last = [], None
+    for n, chunk in enumerate(role["chunks"]):
+        for i, (site, (began, ended)) in enumerate(zip(role["sites"], chunk, strict=True)):
+            if last is not None and began > last:  # before its first wait a role still works on the last chunk
+                found.append(("work", role["first"] + n - (i == 0), last, began))
+            if ended > began:
+                found.append((site, role["first"] + n, began, ended))
+            last = ended
+    return found
+
+
+def waits_timeline(data: dict, B: int) -> None:
+    """Draw roles over time, for the schedules that were measured with B sequences.
+
+    Args:
+        data: records of the kind "waits" from :func:`gla_ref.results.load`.
+        B: sequences of the batch.
+
+    Raises:
+        ValueError: no record has clocks at this B.
+    """
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    records = [r for r in data["waits"] if r["B"] == B and r["roles"] and r["kernel"] in NAMES]
+    records.sort(key=lambda r: list(NAMES).index(r["kernel"]))
+    if not records:
+        raise ValueError(f"data: expected clocks of kernels at B = {B}, got none")
+    rows, colors = [len(r["roles"]) for r in records], {"work": WORKS}
+    figure, axes = plt.subplots(
+        len(rows), sharex=True, squeeze=False, figsize=(4.7, 1.6 + 0.5 * sum(rows)), height_ratios=rows
+    )
+    for ax, record in zip(axes[:, 0], records, strict=True):
+        for role in record["roles"]:
+            for site, _, began, ended in spans(role):
+                barrier = site.split(" of ")[0]  # the record adds the chunk: "done of c - 1"
+                color = colors.setdefault(barrier, f"C{len(colors) - 1}")
+                ax.barh(role["role"], (ended - began) / 1e3, left=began / 1e3, color=color)
+        ax.invert_yaxis()
+        ax.set_title(NAMES[record["kernel"]])
+    axes[-1, 0].set_xlabel("µs")
+    names = {"work": "works", **{name: f"waits at {name}" for name in colors if name != "work"}}
+    handles = [Patch(color=color, label=names[name]) for name, color in colors.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    plt.show()
