@@ -28,7 +28,7 @@ test-deep: $(VENV) ## run the rest that needs neither a GPU nor the built book: 
 
 test-orders: $(VENV) ## run what depends on the order of a product's sum as other processors' BLAS makes it (or CORES=Haswell)
 	for core in $(or $(CORES),Haswell Prescott); do \
-	  OPENBLAS_CORETYPE=$$core $(PYTEST) tests/test_kernels_flash.py tests/test_kernels_delta.py tests/test_orders.py || exit 1; \
+	  OPENBLAS_CORETYPE=$$core $(PYTEST) tests/test_kernels_flash.py tests/test_kernels_portable.py tests/test_orders.py || exit 1; \
 	done
 
 # every file that has tests for a GPU

@@ -156,6 +156,7 @@ def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict
             break
     data = report.to_json()
     rows = [row for row in data["rows"] if row["status"] == "failed"]
+    rows.sort(key=lambda row: row["kind"] in NO_NUMBER)  # what is run again and shrunk shows a wrong number, if any is
     kept = ("case", "quantity", "kind", "error", "budget", "message", "where")
     again = None
     if rows:
@@ -322,7 +323,8 @@ def main() -> None:
                 del waiting[done]
                 for record in done.result():
                     print(line(record), flush=True)
-                results.merge(path, environment, "checks", done.result(), KEY)
+                made = [r | {"triton": environment["triton"]} for r in done.result()]
+                results.merge(path, environment, "checks", made, KEY)
         except TimeoutError:
             print(f"not done after {args.seconds_in_all:.0f} s in all:")
         finally:

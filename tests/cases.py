@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gla_ref
 from gla_ref.mechanisms import MECHANISMS
@@ -18,6 +19,7 @@ F64 = torch.float64
 LINEAR = ("linear_attention", "simple_gla", "gla")
 GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
 DELTA = ("delta_rule", "gated_delta_rule", "kda")
+CHOSEN = tuple(m for m, forms in gla_ref.FORMS.items() if "triton_portable" in forms)  # with a choice of kernels
 
 LADDER = (
     "zero",
@@ -66,13 +68,10 @@ def thin(values, *kept):
 
 
 def gate(kind: str, *shape: int, C: int = 16, seed: int = 0) -> Tensor:
-    """A rung of the gate ladder, float64 `[B, T, H, ...]`."""
+    """A rung of the gate ladder, or a number for all gates, float64 `[B, T, H, ...]`."""
     rng = torch.Generator().manual_seed(seed)
     T, mild = shape[1], logsigmoid(torch.randn(shape, generator=rng, dtype=F64)) / 16
     t = torch.arange(T).view(1, T, *[1] * (len(shape) - 2))
-    constant = {"zero": 0.0, "-1e-4": -1e-4, "-1": -1.0, "-20": -20.0, "-1e3": -1e3, "-inf": -torch.inf}
-    if kind in constant:
-        return torch.full(shape, constant[kind], dtype=F64)
     if kind == "logsigmoid/16":
         return mild
     if kind == "one strong channel":
@@ -85,11 +84,11 @@ def gate(kind: str, *shape: int, C: int = 16, seed: int = 0) -> Tensor:
         return torch.where((t % C == 0) | (t % C == C - 1), -torch.inf, mild)
     if kind == "many resets":
         return torch.where(torch.rand(shape, generator=rng) < 0.3, -torch.inf, mild)
-    raise KeyError(kind)
+    return torch.full(shape, 0.0 if kind == "zero" else float(kind), dtype=F64)
 
 
 def inputs(mechanism: str, B: int, T: int, H: int, K: int, V: int, *, kind="logsigmoid/16", g_v=False, seed=0):
-    """Random-sign float64 inputs: (positional tensors, {initial_state, g_v})."""
+    """Random-sign float64 inputs: (positional tensors, {initial_state, g_v}); softmax attention's without a cache."""
     rng, declared = torch.Generator().manual_seed(1000 + seed), MECHANISMS[mechanism]
     sizes = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": B}
     sizes |= {many: 2 * sizes[few] for many, few in declared.multiples}
@@ -101,8 +100,8 @@ def inputs(mechanism: str, B: int, T: int, H: int, K: int, V: int, *, kind="logs
         return torch.randn(shape(x), generator=rng, dtype=F64)
 
     made = {x.name: normal(x) for x in declared.arguments if x.role == "token"}
-    (state,) = declared.states
-    named = {"initial_state": normal(state)}
+    *cache, state = declared.states
+    named = {} if cache else {"initial_state": normal(state)}
     gates = [x for x in declared.arguments if x.role == "gate" and (g_v or not x.optional)]
     for i, x in enumerate(gates):
         made[x.name] = gate(kind, *shape(x), seed=seed + i)
@@ -121,13 +120,14 @@ def alike(k, correlation):
     return k / k.norm(dim=-1, keepdim=True)
 
 
-def meta_tokens(mechanism, T=4096, B=1, H=16, K=128, V=128, dtype=torch.bfloat16):
-    """Tensors of a call by name, without memory."""
-    sizes = dict(B=B, T=T, H=H, HV=H, K=K, V=V)
-    every = MECHANISMS[mechanism].arguments
+def meta_tokens(mechanism, T=4096, B=1, H=16, K=128, V=128, dtype=torch.bfloat16, HV=None, gates=None):
+    """Tensors of a call by name, without memory; gates and strengths have the dtype `gates`, or the tokens'."""
+    sizes = dict(B=B, T=T, H=H, HV=HV or H, K=K, V=V)
     return {
-        x.name: torch.empty([sizes[a] for a in x.axes.split()], dtype=dtype, device="meta")
-        for x in every
+        x.name: torch.empty(
+            [sizes[a] for a in x.axes.split()], dtype=dtype if x.role == "token" else gates or dtype, device="meta"
+        )
+        for x in MECHANISMS[mechanism].arguments
         if not x.optional
     }
 
@@ -142,9 +142,13 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 
 def options(form: str, C: int = 16, c: int = 4) -> dict[str, int]:
-    """Chunk lengths for the forms that have them."""
-    chunks = {"C": C, "c": c} if form == "chunkwise_two_level" else {"C": C}
-    return chunks if form.startswith("chunkwise") else {}
+    """Lengths of chunks or blocks for the forms that have them."""
+    of_form = {
+        "chunkwise": {"C": C},
+        "chunkwise_two_level": {"C": C, "c": c},
+        "flash": {"block_q": c, "block_k": c - 1},
+    }
+    return of_form.get(form, {})
 
 
 def autograd_gradients(mechanism, form, args, named, do, dS, **extra):
@@ -160,6 +164,19 @@ def pairs(*mechanisms: str, without: tuple[str, ...] = ()) -> list[tuple[str, st
     """Every (mechanism, form) but those named "mechanism.form" in `without`."""
     every = [(m, f) for m in mechanisms for f in gla_ref.FORMS[m] if not f.startswith("triton")]
     return [(m, f) for m, f in every if f"{m}.{f}" not in without]
+
+
+class Dispatched(TorchDispatchMode):
+    """The operators that run inside, each with its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        self.calls.append((op, result))
+        return result
 
 
 BREAK = ("simple_gla.parallel", "gla.parallel")

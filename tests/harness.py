@@ -96,13 +96,14 @@ def compare(found, judged):
     assert all(budget < float("inf") for _, budget in judged.values())
 
 
-def results(form, x, ends=None, **options):
-    """o, the final state and every gradient, by the kernels."""
-    leaves = {n: x[n].detach().requires_grad_() for n in LEAVES if x.get(n) is not None}
+def results(form, x, ends=None, frozen=(), **options):
+    """o, the final state and the gradient of every tensor that is not frozen, by the kernels."""
+    leaves = {n: x[n].detach().requires_grad_(n not in frozen) for n in LEAVES if x.get(n) is not None}
     tokens = [y for n, y in leaves.items() if n not in ("S", "g_v")]
     cu = None if ends is None else torch.tensor(ends, device=HERE, dtype=torch.int32)
     options |= {"g_v": leaves["g_v"]} if "g_v" in leaves else {}
-    o, S = form(*tokens, initial_state=leaves["S"], cu_seqlens=cu, **options)
+    o, S = form(*tokens, initial_state=leaves.get("S"), cu_seqlens=cu, **options)
+    leaves = {n: y for n, y in leaves.items() if n not in frozen}
     grads = torch.autograd.grad((o, S), list(leaves.values()), (x["do"], x["dS"]))
     names = ("dS0" if n == "S" else f"d{n}" for n in leaves)
     return {"o": o, "S": S, **dict(zip(names, grads, strict=True))}

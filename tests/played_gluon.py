@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import CUDA
+from harness import CUDA, anywhere
 from triton.experimental.gluon import language
 from triton.experimental.gluon._runtime import GluonJITFunction
 
@@ -30,10 +30,18 @@ gluon = pytest.mark.skipif(LACKS is not None, reason=f"this Triton has no {LACKS
 played_here = pytest.mark.skipif(CUDA or LACKS is not None, reason="played on a CPU, where there is Gluon")
 
 
+HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
+hopper = pytest.mark.skipif(CUDA and not HOPPER or LACKS is not None, reason="needs Gluon, and a Hopper GPU or none")
+
+
 def on_hopper(test):
     """A test that needs a GPU of compute capability 9.0."""
-    here = CUDA and torch.cuda.get_device_capability() == (9, 0)
-    return pytest.mark.gpu(pytest.mark.skipif(not here, reason="needs a Hopper GPU")(test))
+    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
+
+
+def everywhere(test):
+    """A test of kernels that are played on a CPU, and run on a Hopper GPU."""
+    return anywhere(hopper(test))
 
 
 class Play:

@@ -5,12 +5,16 @@ the reverse running sum of q dq - k dk inside a chunk, to which rowsum(S dS) com
 are rounded to the dtype of the inputs.
 """
 
+import inspect
+import itertools
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from gla_ref import FORMS
 from gla_ref._contract import form
 from gla_ref.rounding import PRODUCTS
 from gla_ref.softmax_attention import _form
@@ -79,52 +83,89 @@ class Pairs:
         return dq, dk
 
 
-def in_chunks(q, k, v, g, S, scale, C, product):
-    """o `[B, H, T, V]`, and the states before every chunk and behind the last."""
-    states, outs = [S], []
-    for q_n, k_n, v_n, g_n in zip(*(x.split(C, -2) for x in (q, k, v, g)), strict=True):
-        P = Pairs(q_n, k_n, g_n, product).P
-        outs.append(scale * (product(q_n * from_start(g_n), states[-1]) + product(P, v_n)))
-        states.append(g_n.sum(-2).exp()[..., None] * states[-1] + product((k_n * to_end(g_n)).mT, v_n))
-    return torch.cat(outs, -2), states
+def eliminated(A, product):
+    """(I + A)^-1, column by column."""
+    Y = torch.eye(A.shape[-1], device=A.device).expand(A.shape)
+    for j in range(A.shape[-1] - 1):
+        Y = Y - A[..., :, j, None] * Y[..., j, None, :]
+    return Y
 
 
-def by_autograd(*given):
-    o, states = in_chunks(*given)
-    return o, states[-1]
+def by_blocks(A, product):
+    """Blocks of 16 so, then a row of blocks after the other by products in float32."""
+    n = A.shape[-1]
+    Y = torch.zeros_like(A)
+    for a in range(0, n, SUB):
+        i = slice(a, a + SUB)
+        own = eliminated(A[..., i, i], product)
+        Y[..., i, i] = own
+        Y[..., i, :a] = -(own @ (A[..., i, :a] @ Y[..., :a, :a].clone()))
+    return Y
+
+
+def in_chunks(q, k, v, g, beta, S, scale, C, product, inverse=eliminated, ahead=False):
+    """o `[B, H, T, V]`, the final state, and of each chunk the state before it, Y and what it writes.
+
+    With a beta a chunk writes Y times what v has and the keys do not find; without one it writes v.
+    """
+    outs, kept, betas = [], [], itertools.repeat(None) if beta is None else beta.split(C, -2)
+    for q_n, k_n, v_n, g_n, beta_n in zip(*(x.split(C, -2) for x in (q, k, v, g)), betas, strict=False):
+        since, until = from_start(g_n), to_end(g_n)
+        Y, write = None, v_n
+        if beta is not None:
+            Y = inverse((beta_n * Pairs(k_n, k_n, g_n, product).P).tril(-1), product)
+        if beta is not None and ahead:
+            write = product(Y, beta_n * v_n) - product(product(Y, beta_n * since * k_n), S)
+        elif beta is not None:
+            write = product(Y, beta_n * (v_n - product(since * k_n, S)))
+        kept.append((S, Y, write))
+        outs.append(scale * (product(q_n * since, S) + product(Pairs(q_n, k_n, g_n, product).P, write)))
+        S = g_n.sum(-2).exp()[..., None] * S + product((k_n * until).mT, write)
+    return torch.cat(outs, -2), S, kept
 
 
 class ByHand(torch.autograd.Function):
-    """The same with its gradient by hand, from the last chunk to the first."""
+    """The same with its gradient by hand, from the last chunk to the first.
+
+    Of a key that searches the state, what it gets as one that reads is made apart from what it gets as one that writes.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, g, S, scale, C, product):
-        o, states = in_chunks(q, k, v, g, S, scale, C, product)
-        ctx.save_for_backward(q, k, v, g, *states)
-        ctx.options = scale, C, product
-        return o, states[-1]
+    def forward(ctx, q, k, v, g, beta, S, scale, C, product):
+        o, S, kept = in_chunks(q, k, v, g, beta, S, scale, C, product)
+        ctx.save_for_backward(q, k, v, g, beta, S)
+        ctx.options, ctx.kept = (scale, C, product), kept
+        return o, S
 
     @staticmethod
     def backward(ctx, do, dS):
-        (q, k, v, g, *states), (scale, C, product) = ctx.saved_tensors, ctx.options
-        grads = []
-        chunks = zip(*(x.split(C, -2) for x in (q, k, v, g, scale * do)), states[:-1], states[1:], strict=True)
-        for q_n, k_n, v_n, g_n, do_n, S, S_end in reversed([*chunks]):
-            pairs, until, since = Pairs(q_n, k_n, g_n, product), to_end(g_n), from_start(g_n)
-            dq, dk = pairs.backward(product(do_n, v_n.mT).tril())
-            dq = dq + product(do_n, S.mT) * since
-            dk = dk + product(v_n, dS.mT) * until
-            dv = product(pairs.P.mT, do_n) + product(k_n * until, dS)
-            db, end = q_n * dq - k_n * dk, (S_end * dS).sum(-1)
+        (q, k, v, g, beta, S_end), (scale, C, product) = ctx.saved_tensors, ctx.options
+        betas = [None] * len(ctx.kept) if beta is None else beta.split(C, -2)
+        chunks, grads = zip(*(x.split(C, -2) for x in (q, k, v, g, scale * do)), betas, ctx.kept, strict=True), []
+        for q_n, k_n, v_n, g_n, do_n, beta_n, (S, Y, write) in reversed([*chunks]):
+            until, since, P = to_end(g_n), from_start(g_n), Pairs(q_n, k_n, g_n, product)
+            dq, dk = P.backward(product(do_n, write.mT).tril())
+            dq, dk = dq + product(do_n, S.mT) * since, dk + product(write, dS.mT) * until
+            dv, end = product(P.P.mT, do_n) + product(k_n * until, dS), (S_end * dS).sum(-1)
+            dS = g_n.sum(-2).exp()[..., None] * dS + product((q_n * since).mT, do_n)
+            dread, dbeta = torch.zeros_like(k_n), beta_n
+            if beta is not None:
+                r, A, found = product(Y.mT, dv), Pairs(k_n, k_n, g_n, product), product(since * k_n, S)
+                dA, dv = -product(r, write.mT).tril(-1), beta_n * r
+                dread, dwrite = A.backward(beta_n * dA)
+                dread, dk = dread - product(dv, S.mT) * since, dk + dwrite
+                dbeta = (r * (v_n - found)).sum(-1, keepdim=True) + (dA * A.P).sum(-1, keepdim=True)
+                dS = dS - product((k_n * since).mT, dv)
+            db = q_n * dq + k_n * dread - k_n * dk
             if g.shape[-1] == 1:
                 db, end = db.sum(-1, keepdim=True), end.sum(-1, keepdim=True)
-            dg = db.flip(-2).cumsum(-2).flip(-2) + end[..., None, :]
-            dS = g_n.sum(-2).exp()[..., None] * dS + product((q_n * since).mT, do_n)
-            grads.append((dq, dk, dv, dg))
-        return *(torch.cat(x[::-1], -2) for x in zip(*grads, strict=True)), dS, None, None, None
+            dg, S_end = db.flip(-2).cumsum(-2).flip(-2) + end[..., None, :], S
+            grads.append((dq, dk + dread, dv, dg, dbeta))
+        grads = [torch.cat(x[::-1], -2) for x in list(zip(*grads, strict=True))[: 4 + (beta is not None)]]
+        return *grads, *[None] * (beta is None), dS, None, None, None
 
 
-def scan(q, k, v, g, S, scale, C, product):
+def scan(q, k, v, g, beta, S, scale, C, product):
     """Every token's state, by doubling: log2(T) steps, no chunks."""
     a, S = g.exp()[..., None], torch.cat([S[..., None, :, :], k[..., None] * v[..., None, :]], -3)
     a = torch.cat([torch.ones_like(a[..., :1, :, :]), a], -3)
@@ -136,11 +177,15 @@ def scan(q, k, v, g, S, scale, C, product):
     return scale * (q[..., None, :] @ S[..., 1:, :, :])[..., 0, :], S[..., -1, :, :]
 
 
-def recurrent(q, k, v, g, S, scale, C, product):
+def by_token(q, k, v, g, beta, S, scale, C, product):
     """Token after token, by autograd."""
     outs = []
-    for q_t, k_t, v_t, a_t in zip(*(x.unbind(-2) for x in (scale * q, k, v, g.exp())), strict=True):
-        S = a_t[..., None] * S + k_t[..., None] * v_t[..., None, :]
+    for t in range(q.shape[-2]):
+        q_t, k_t, write, a_t = (x[..., t, :] for x in (scale * q, k, v, g.exp()))
+        S = a_t[..., None] * S
+        if beta is not None:
+            write = beta[..., t, :] * (write - (k_t[..., None] * S).sum(-2))
+        S = S + k_t[..., None] * write[..., None, :]
         outs.append((q_t[..., None] * S).sum(-2))
     return torch.stack(outs, -2), S
 
@@ -185,148 +230,29 @@ def in_dtype(dtype):
     return torch.matmul if dtype == torch.float32 else lambda x, y: Product.apply(x, y, dtype)
 
 
-def linear(mechanism, way, dtype, C=0, product=None):
-    """One of those ways under the contract."""
+def kernel(mechanism, way, dtype, C=64, product=None, **options):
+    """One of those ways under the contract; the gate of a whole head, 0 where there is none, has one channel."""
     product = product or in_dtype(dtype)
 
-    def body(q, k, v, g, scale, S):
-        o, S = way(*(x.transpose(1, 2) for x in (q, k, v, g)), S, scale, C, product)
+    def body(*, scale, initial_state, g_v=None, **x):
+        v, beta = x["v"], x["beta"][..., None].transpose(1, 2) if "beta" in x else None
+        q, k = (x[n].repeat_interleave(v.shape[2] // x[n].shape[2], 2) for n in "qk")
+        g = x.get("g", torch.zeros_like(v[..., 0])).reshape(*v.shape[:3], -1)
+        tokens = (y.transpose(1, 2) for y in (q, k, v, g))
+        o, S, *_ = way(*tokens, beta, initial_state, scale, C, product, **options)
         return o.transpose(1, 2), S
 
-    if mechanism == "linear_attention":
-
-        @form(mechanism)
-        def fn(q, k, v, *, scale, initial_state):
-            return body(q, k, v, torch.zeros_like(k[..., :1]), scale, initial_state)
-
-    elif mechanism == "simple_gla":
-
-        @form(mechanism)
-        def fn(q, k, v, g, *, scale, initial_state):
-            return body(q, k, v, g[..., None], scale, initial_state)
-
-    else:
-
-        @form(mechanism)
-        def fn(q, k, v, g, *, g_v=None, scale, initial_state):
-            return body(q, k, v, g, scale, initial_state)
-
-    return fn
-
-
-def eliminated(A, product):
-    """(I + A)^-1, column by column."""
-    Y = torch.eye(A.shape[-1], device=A.device).expand(A.shape)
-    for j in range(A.shape[-1] - 1):
-        Y = Y - A[..., :, j, None] * Y[..., j, None, :]
-    return Y
-
-
-def by_blocks(A, product):
-    """Blocks of 16 so, then a row of blocks after the other by products in float32."""
-    n = A.shape[-1]
-    Y = torch.zeros_like(A)
-    for a in range(0, n, SUB):
-        i = slice(a, a + SUB)
-        own = eliminated(A[..., i, i], product)
-        Y[..., i, i] = own
-        Y[..., i, :a] = -(own @ (A[..., i, :a] @ Y[..., :a, :a].clone()))
-    return Y
-
-
-def corrected(q, k, v, g, beta, S, scale, C, product, inverse=eliminated, ahead=False):
-    """A delta rule in chunks: o, the final state, and of each chunk the state before it, Y and what it writes."""
-    outs, kept = [], []
-    for q_n, k_n, v_n, g_n, beta_n in zip(*(x.split(C, -2) for x in (q, k, v, g, beta)), strict=True):
-        since, until = from_start(g_n), to_end(g_n)
-        Y = inverse((beta_n * Pairs(k_n, k_n, g_n, product).P).tril(-1), product)
-        if ahead:
-            write = product(Y, beta_n * v_n) - product(product(Y, beta_n * since * k_n), S)
-        else:
-            write = product(Y, beta_n * (v_n - product(since * k_n, S)))
-        kept.append((S, Y, write))
-        outs.append(scale * (product(q_n * since, S) + product(Pairs(q_n, k_n, g_n, product).P, write)))
-        S = g_n.sum(-2).exp()[..., None] * S + product((k_n * until).mT, write)
-    return torch.cat(outs, -2), S, kept
-
-
-class CorrectedByHand(torch.autograd.Function):
-    """The same with its gradient by hand: of a key apart what it gets as one that reads and as one that writes."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, g, beta, S, scale, C, product):
-        o, S, kept = corrected(q, k, v, g, beta, S, scale, C, product)
-        ctx.save_for_backward(q, k, v, g, beta, S)
-        ctx.options, ctx.kept = (scale, C, product), kept
-        return o, S
-
-    @staticmethod
-    def backward(ctx, do, dS):
-        (q, k, v, g, beta, S_end), (scale, C, product) = ctx.saved_tensors, ctx.options
-        chunks, grads = zip(*(x.split(C, -2) for x in (q, k, v, g, beta, scale * do)), strict=True), []
-        for (q_n, k_n, v_n, g_n, beta_n, do_n), (S, Y, write) in reversed([*zip(chunks, ctx.kept, strict=True)]):
-            until, since = to_end(g_n), from_start(g_n)
-            P, A = Pairs(q_n, k_n, g_n, product), Pairs(k_n, k_n, g_n, product)
-            r = product(Y.mT, product(P.P.mT, do_n) + product(k_n * until, dS))
-            dA, found = -product(r, write.mT).tril(-1), product(since * k_n, S)
-            dq, dk = P.backward(product(do_n, write.mT).tril())
-            dread, dwrite = A.backward(beta_n * dA)
-            dq = dq + product(do_n, S.mT) * since
-            dread = dread - product(beta_n * r, S.mT) * since
-            dwrite = dwrite + dk + product(write, dS.mT) * until
-            dbeta = (r * (v_n - found)).sum(-1, keepdim=True) + (dA * A.P).sum(-1, keepdim=True)
-            db, end = q_n * dq + k_n * dread - k_n * dwrite, (S_end * dS).sum(-1)
-            if g.shape[-1] == 1:
-                db, end = db.sum(-1, keepdim=True), end.sum(-1, keepdim=True)
-            dg = db.flip(-2).cumsum(-2).flip(-2) + end[..., None, :]
-            dS, S_end = g_n.sum(-2).exp()[..., None] * dS + product((q_n * since).mT, do_n), S
-            dS = dS - product((k_n * since).mT, beta_n * r)
-            grads.append((dq, dread + dwrite, beta_n * r, dg, dbeta))
-        return *(torch.cat(x[::-1], -2) for x in zip(*grads, strict=True)), dS, None, None, None
-
-
-def corrected_by_token(q, k, v, g, beta, S, scale, C, product):
-    outs = []
-    for t in range(q.shape[-2]):
-        q_t, k_t, v_t, a_t, beta_t = (x[..., t, :] for x in (scale * q, k, v, g.exp(), beta))
-        S = a_t[..., None] * S
-        S = S + k_t[..., None] * (beta_t * (v_t - (k_t[..., None] * S).sum(-2)))[..., None, :]
-        outs.append((q_t[..., None] * S).sum(-2))
-    return torch.stack(outs, -2), S
-
-
-def delta(mechanism, way, dtype, C=64, product=None, **options):
-    """A delta rule in one of those ways under the contract."""
-    product = product or in_dtype(dtype)
-
-    def body(q, k, v, g, beta, scale, S):
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-        x = (x.transpose(1, 2) for x in (q, k, v, g, beta[..., None]))
-        o, S, *_ = way(*x, S, scale, C, product, **options)
-        return o.transpose(1, 2), S
-
-    if mechanism == "delta_rule":
-
-        @form(mechanism)
-        def fn(q, k, v, beta, *, scale, initial_state):
-            return body(q, k, v, torch.zeros_like(beta[..., None]), beta, scale, initial_state)
-
-    else:
-
-        @form(mechanism)
-        def fn(q, k, v, g, beta, *, scale, initial_state):
-            return body(q, k, v, g.view(*beta.shape, -1), beta, scale, initial_state)
-
-    return fn
+    body.__signature__ = inspect.signature(FORMS[mechanism]["recurrent"].__wrapped__)
+    return form(mechanism)(body)
 
 
 def delta_kernels(mechanism, dtype, others):
-    found = {f"chunks of {C}, by hand": delta(mechanism, CorrectedByHand.apply, dtype, C) for C in (16, 32, 64, 128)}
-    found |= {name: delta(mechanism, CorrectedByHand.apply, dtype, 64, product) for name, product in others.items()}
+    found = {f"chunks of {C}, by hand": kernel(mechanism, ByHand.apply, dtype, C) for C in (16, 32, 64, 128)}
+    found |= {name: kernel(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
     ahead = {"ahead": True, "inverse": by_blocks}
-    found["chunks of 64, writes made ahead, by autograd"] = delta(mechanism, corrected, dtype, **ahead)
-    found["chunks of 32, triangles by blocks, by autograd"] = delta(mechanism, corrected, dtype, 32, inverse=by_blocks)
-    return found | {"token after token": delta(mechanism, corrected_by_token, dtype)}
+    found["chunks of 64, writes made ahead, by autograd"] = kernel(mechanism, in_chunks, dtype, **ahead)
+    found["chunks of 32, triangles by blocks, by autograd"] = kernel(mechanism, in_chunks, dtype, 32, inverse=by_blocks)
+    return found | {"token after token": kernel(mechanism, by_token, dtype)}
 
 
 class Flash(torch.autograd.Function):
@@ -359,14 +285,14 @@ class Flash(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx, do):
+    def backward(ctx, do, exp=torch.exp, unit=1.0, order=lambda product: product):
         (q, k, v, o, lse), (scale, C, product) = ctx.saved_tensors, ctx.options
         dq, dk, dv, D = *(torch.zeros_like(x) for x in (q, k, v)), (o * do).sum(-1, keepdim=True)
-        for i, j, x in Flash.tiles(q, k, scale, C, product):
-            p = (x - lse[i]).exp()
-            ds = scale * p * (product(do[i], v[j].mT) - D[i])
-            dq[i] += product(ds, k[j])
-            dk[j] += product(ds.mT, q[i])
+        for i, j, x in Flash.tiles(q, k, unit * scale, C, order(product)):
+            p = exp(x - unit * lse[i])
+            ds = p * (product(do[i], v[j].mT) - D[i])
+            dq[i] += scale * product(ds, k[j])
+            dk[j] += scale * product(ds.mT, q[i])
             dv[j] += product(p.mT, do[i])
         return dq, dk, dv, None, None, None
 
@@ -379,45 +305,28 @@ class OneNumber(Flash):
 
     @staticmethod
     def backward(ctx, do):
-        (q, k, v, o, lse), (scale, C, product) = ctx.saved_tensors, ctx.options
-        dq, dk, dv, D = *(torch.zeros_like(x) for x in (q, k, v)), (o * do).sum(-1, keepdim=True)
-        to_base_2 = 1 / math.log(2)
-        for i, j, x in Flash.tiles(q, k, scale * to_base_2, C, turned(product)):
-            p = (x - to_base_2 * lse[i]).exp2()
-            ds = p * (product(do[i], v[j].mT) - D[i])
-            dq[i] += scale * product(ds, k[j])
-            dk[j] += scale * product(ds.mT, q[i])
-            dv[j] += product(p.mT, do[i])
-        return dq, dk, dv, None, None, None
+        return Flash.backward(ctx, do, torch.exp2, 1 / math.log(2), turned)
 
 
-def softmax(q, k, v, scale, C, product):
-    """All at once, by autograd."""
-    n = torch.arange(k.shape[-2], device=k.device)
-    later = n > n[-q.shape[-2] :, None]
-    return product((scale * product(q, k.mT)).masked_fill(later, -torch.inf).softmax(-1), v)
+def unseen(q, k):
+    """The keys that come after their query."""
+    T, S = q.shape[-2], k.shape[-2]
+    return torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
 
 
-def by_logsumexp(q, k, v, scale, C, product):
-    """Weights that no sum divides: exp(x - logsumexp(x))."""
-    T, T_k = q.shape[-2], k.shape[-2]
-    later = torch.ones(T, T_k, dtype=torch.bool, device=q.device).triu(T_k - T + 1)
-    x = (scale * product(q, k.mT)).masked_fill(later, -torch.inf)
-    return product((x - x.logsumexp(-1, keepdim=True)).exp(), v)
+def at_once(weights):
+    """All keys at once, by autograd, the weights made of scores that are -inf for later keys."""
+
+    def way(q, k, v, scale, C, product):
+        return product(weights((scale * product(q, k.mT)).masked_fill(unseen(q, k), -torch.inf)), v)
+
+    return way
 
 
-def library(dtype):
+def library(dtype, q, k, v, scale, C, product):
     """PyTorch's own attention, with whatever kernel it chooses here."""
-
-    @_form
-    def fn(q, k, v, *, scale):
-        q, k, v = (x.transpose(1, 2).to(dtype) for x in (q, k, v))
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
-        seen = seen.tril(k.shape[-2] - q.shape[-2])
-        alone = {"is_causal": True} if q.shape[-2] == k.shape[-2] else {"attn_mask": seen}
-        return scaled_dot_product_attention(q, k, v, scale=scale, **alone).transpose(1, 2)
-
-    return fn
+    mask = {"is_causal": True} if q.shape[-2] == k.shape[-2] else {"attn_mask": ~unseen(q, k)}
+    return scaled_dot_product_attention(*(x.to(dtype) for x in (q, k, v)), scale=scale, **mask)
 
 
 def attention(way, dtype, C=0, product=None):
@@ -438,14 +347,14 @@ def kernels(mechanism, dtype):
         found |= {name: attention(Flash.apply, dtype, 64, product) for name, product in others.items()}
         found["one log-sum-exp, channels in another order"] = attention(OneNumber.apply, dtype, 64)
         return found | {
-            "autograd": attention(softmax, dtype),
-            "log-sum-exp": attention(by_logsumexp, dtype),
-            "PyTorch's own": library(dtype),
+            "autograd": attention(at_once(lambda x: x.softmax(-1)), dtype),
+            "log-sum-exp": attention(at_once(lambda x: (x - x.logsumexp(-1, keepdim=True)).exp()), dtype),
+            "PyTorch's own": attention(partial(library, dtype), dtype),
         }
     if mechanism in DELTA:
         return delta_kernels(mechanism, dtype, others)
-    found = {f"chunks of {C}, by hand": linear(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
-    found |= {name: linear(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
-    found["chunks of 64, backwards in another order"] = linear(mechanism, OtherOrder.apply, dtype, 64)
-    ways = {"a scan": scan, "token after token": recurrent, "chunks of 64, by autograd": by_autograd}
-    return found | {name: linear(mechanism, way, dtype, 64) for name, way in ways.items()}
+    found = {f"chunks of {C}, by hand": kernel(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
+    found |= {name: kernel(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
+    found["chunks of 64, backwards in another order"] = kernel(mechanism, OtherOrder.apply, dtype, 64)
+    ways = {"a scan": scan, "token after token": by_token, "chunks of 64, by autograd": in_chunks}
+    return found | {name: kernel(mechanism, way, dtype, 64) for name, way in ways.items()}

@@ -178,7 +178,7 @@ def test_a_checked_peer_is_recorded_and_its_failure_runs_again(monkeypatch, caps
     assert check_peers.kernel("gla.triton")[0] == "gla"
 
 
-def test_every_case_belongs_to_a_group_and_is_counted_there():
+def test_every_case_belongs_to_a_group_and_is_counted_there(monkeypatch):
     for mechanism in check_peers.check.MECHANISMS:
         for case in check_peers.check.cases(mechanism):
             assert check_peers.group(case.name), f"{mechanism}: {case.name}"
@@ -194,6 +194,11 @@ def test_every_case_belongs_to_a_group_and_is_counted_there():
     report = check_peers.check.kernel("gla", picky, only="packed*")
     counts = check_peers.tally(report)["packed"]
     assert counts["tried"] == len(report.cases) == counts["wrong"] + counts["refused"] and counts["refused"] == 1
+    monkeypatch.setitem(FORMS["gla"], "own", picky)
+    only = "scale given", "packed with other boundaries"
+    found = check_peers.judge("gla.own", "fp32", 1, {"device": "cpu", "level": "quick", "only": only}, None)
+    kinds = [failure["kind"] for failure in found["failures"]]
+    assert kinds[0] == "error" and kinds[-1] == "raises" and "only='packed" in found["reproduction"]
 
 
 def test_a_kernel_is_checked_on_several_seeds_up_to_the_first_failure(monkeypatch):

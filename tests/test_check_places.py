@@ -13,29 +13,19 @@ from gla_ref.check._kernel import SECONDS, Convention, Kernel
 F32 = torch.float32
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
 NAMED = [  # a mechanism, a mistake, and the cases that are enough to tell
-    ("linear_attention", "final state without the last chunk", "length 128"),
-    ("simple_gla", "final state not decayed through the last chunk", "length 145"),
-    ("linear_attention", "channels of K beyond the first 16 left out", "wide"),
     ("softmax_attention", "dq left out", "length 65"),
-    ("delta_rule", "triangle inverted by its powers up to A^7 only", "equal keys"),
-    ("gla", "packed sequences leak into each other", "packed"),
     ("linear_attention", "initial state ignored", ["length 6*", "packed*"]),
-    ("delta_rule", "value heads grouped wrongly: h reads key head h mod H", "value heads*"),
     ("gated_delta_rule", "Gamma left out of the scores: pairs not decayed", "gate -0.2"),
-    ("kda", "gradient of beta without what is erased", "length 7"),
 ]
 LOST = mistakes.Mistake("dq left out", "", lambda c: c.run(q=c.q.detach() + 0 * c.q), ("softmax_attention",))
 
 
-@pytest.mark.parametrize(
-    "mechanism, name, only", thin(NAMED, NAMED[3], NAMED[6], NAMED[8]), ids=[f"{x[0]}: {x[1]}" for x in NAMED]
-)
+@pytest.mark.parametrize("mechanism, name, only", NAMED, ids=[x[1] for x in NAMED])
 def test_a_mistake_is_named(mechanism, name, only):
     """`make mutants` holds every named mistake against the whole quick level."""
-    m = next(m for m in (*mistakes.MISTAKES, LOST) if m.name == name and mechanism in m.mechanisms and not m.rounding)
+    m = next(m for m in (*mistakes.MISTAKES, LOST) if m.name == name and mechanism in m.mechanisms)
     report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=only)
-    said = [match["mistake"].split(";")[0] for match in report.diagnosis]
-    assert report.failures and any(found.startswith(name) for found in said), str(report)
+    assert report.failures and any(match["mistake"].startswith(name) for match in report.diagnosis), str(report)
 
 
 def made(mechanism, name, C=64):

@@ -9,8 +9,8 @@ import played_gluon
 import pytest
 import torch
 from cases import ROOT, in_process, thin
-from delta_problems import problem
 from harness import BF16, CUDA, F32
+from problems import problem
 
 from gla_ref.book import waits_timeline
 

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import re
 import sys
 import types
 from pathlib import Path
@@ -120,22 +121,45 @@ def close(found, form, *tokens, **named):
 
 
 CU = torch.tensor([0, 4, 4, 9])
+GATED = [f"{way}_{rule}" for way in ("chunk", "fused_recurrent") for rule in ("gated_delta_rule", "kda")]
+FORMS = {"simple_gla": simple_gla, "gla": gla, "gated_delta_rule": gated_delta_rule, "kda": kda}
+STATED = [(name, cu) for name in ("chunk_gla", "fused_recurrent_gla", "chunk_simple_gla", *GATED) for cu in (0, 1)]
+KEPT = (*STATED[:6], ("fused_recurrent_gated_delta_rule", 0), ("chunk_kda", 0))
 
 
-@pytest.mark.parametrize("cu", [None, CU], ids=["batch", "packed"])
-@pytest.mark.parametrize("name", ["chunk_gla", "fused_recurrent_gla", "chunk_simple_gla"])
-def test_gated_kernels_are_the_recurrence(name, cu):
-    form = simple_gla if "simple" in name else gla
-    qkv, g, S = tensors("scalar" if "simple" in name else "vector", N=2 if cu is None else 3)
-    ours, gate = getattr(fla, name), {SIGNATURES[name][0]: g}
+@pytest.mark.parametrize("name, packed", thin(STATED, *KEPT))
+def test_gated_kernels_are_the_recurrence(name, packed):
+    """With states as [N, V, K], or as ours; strengths may be logits, doubled."""
+    N, cu = (3, CU) if packed else (2, None)
+    options = {"output_final_state": True, "state_v_first": True}
+    if name in GATED:
+        qkv, g, beta, S = delta_tensors(name, N)
+        more = {"beta": beta}
+    else:
+        qkv, g, S = tensors("scalar" if "simple" in name else "vector", N=N)
+        more = {}
+    ours, gate = getattr(fla, name), {"gk" if name == "fused_recurrent_gla" else "g": g}
     named = {"scale": -0.3, "cu_seqlens": cu}
-    o, after = ours(*qkv, **gate, **named, initial_state=S.mT, output_final_state=True, state_v_first=True)
+    o, after = ours(*qkv, **gate, **more, **named, initial_state=S.mT, **options)
     assert after.is_contiguous()
-    close((o, after.mT), form, *qkv, g, initial_state=S, **named)
+    close(
+        (o, after.mT),
+        FORMS[re.sub("chunk_|fused_recurrent_", "", name)],
+        *qkv,
+        g,
+        *more.values(),
+        initial_state=S,
+        **named,
+    )
+    found = ours(*qkv, **gate, **more, **named, initial_state=S, output_final_state=True)
+    assert torch.equal(found[0], o) and torch.equal(found[1], after.mT)
     if cu is None:
-        found = ours(*qkv, **gate, **named, initial_state=S, output_final_state=True)
-        assert torch.equal(found[0], o) and torch.equal(found[1], after.mT)
-        assert ours(*qkv, **gate)[1] is None
+        assert ours(*qkv, **gate, **more)[1] is None
+    if more:
+        logits = {"beta": beta.logit(), "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+        doubled = {"beta": 2 * logits["beta"].sigmoid()}
+        pair = (ours(*qkv, **gate, **x, cu_seqlens=cu)[0] for x in (logits, doubled))
+        assert torch.equal(*pair)
 
 
 @pytest.mark.parametrize("name", ["fused_chunk_linear_attn", "fused_recurrent_linear_attn"])
@@ -188,25 +212,6 @@ def delta_tensors(name="", N=2):
     return (q, torch.nn.functional.normalize(k, dim=-1), v), g, beta, S
 
 
-GATED = [f"{way}_{rule}" for way in ("chunk", "fused_recurrent") for rule in ("gated_delta_rule", "kda")]
-
-
-@pytest.mark.parametrize("cu", [None, pytest.param(CU, marks=pytest.mark.deep)], ids=["batch", "packed"])
-@pytest.mark.parametrize("name", thin(GATED, "fused_recurrent_gated_delta_rule", "chunk_kda"))
-def test_gated_delta_rules_are_the_recurrence(name, cu):
-    qkv, g, beta, S = delta_tensors(name, 2 if cu is None else 3)
-    named, ours = {"scale": -0.3, "cu_seqlens": cu}, getattr(fla, name)
-    options = {"output_final_state": True, "state_v_first": True}
-    o, after = ours(*qkv, g=g, beta=beta, **named, initial_state=S.mT, **options)
-    form = kda if "kda" in name else gated_delta_rule
-    close((o, after.mT), form, *qkv, g, beta, initial_state=S, **named)
-    assert ours(*qkv, g=g, beta=beta)[1] is None
-    logits = {"beta": beta.logit(), "use_beta_sigmoid_in_kernel": True}
-    found = ours(*qkv, g=g, **logits, allow_neg_eigval=True, output_final_state=True, cu_seqlens=cu)
-    twice = ours(*qkv, g=g, beta=2 * logits["beta"].sigmoid(), cu_seqlens=cu)[0]
-    assert torch.equal(found[0], twice)
-
-
 @pytest.mark.deep
 def test_delta_rules_are_the_recurrence():
     (q, k, v), _, beta, S = delta_tensors()
@@ -236,48 +241,39 @@ def test_they_are_kernels_that_the_kit_calls_as_they_are():
     check.kernel("gla", fla.chunk_gla, only="length 1").raise_if_failed()
 
 
-@pytest.mark.parametrize(
-    "name, options, message",
-    [
-        ("fused_recurrent_gla", {"reverse": True}, "reverse: expected False"),
-        ("fused_recurrent_linear_attn", {"reverse": True}, "reverse: expected False"),
-        ("fused_recurrent_gla", {"head_first": True}, "head_first: expected False"),
-        ("chunk_simple_gla", {"g_gamma": torch.zeros(3)}, "g_gamma: expected None beside g"),
-        ("chunk_simple_gla", {"cu_seqlens_cpu": CU}, "cu_seqlens: expected the boundaries"),
-        (
-            "chunk_linear_attn",
-            {"initial_state": (torch.zeros(2, 3, 5, 7), torch.zeros(2, 3, 5))},
-            r"z as \[N, 1, H, K\], got \[2, 3, 5\]",
-        ),
-        ("chunk_gla", {"initial_state": torch.zeros(2, 3, 7, 5)}, "initial_state: expected shape"),
-    ],
-)
-def test_what_we_cannot_do_is_refused(name, options, message):
-    gate = "vector" if name.endswith("_gla") and "simple" not in name else "scalar"
-    qkv, g, _ = tensors(None if "linear" in name else gate)
-    with pytest.raises(ValueError, match=message):
-        getattr(fla, name)(*qkv, *(() if g is None else (g,)), **options)
+S_AND_z = (torch.zeros(2, 3, 5, 7), torch.zeros(2, 3, 5))
+REFUSED = [
+    ("fused_recurrent_gla", {"reverse": True}, "False"),
+    ("fused_recurrent_linear_attn", {"reverse": True}, "False"),
+    ("fused_recurrent_gla", {"head_first": True}, "False"),
+    ("chunk_simple_gla", {"g_gamma": torch.zeros(3)}, "None beside g"),
+    ("chunk_simple_gla", {"cu_seqlens_cpu": CU}, "the boundaries"),
+    ("chunk_linear_attn", {"initial_state": S_AND_z}, r".*z as \[N, 1, H, K\], got \[2, 3, 5\]"),
+    ("chunk_gla", {"initial_state": torch.zeros(2, 3, 7, 5)}, "shape"),
+    ("chunk_gated_delta_rule", {"A_log": torch.zeros(6)}, ""),
+    ("chunk_gated_delta_rule", {"A_log": None, "use_gate_in_kernel": True}, ""),
+    ("chunk_gated_delta_rule", {"cp_context": "ranks"}, ""),
+    ("chunk_gated_delta_rule", {"allow_neg_eigval": True}, ""),
+    ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(2, 9, 6, 7)}, ""),
+    ("fused_recurrent_gated_delta_rule", {"dt_bias": torch.zeros(6)}, ""),
+    *[("chunk_kda", {n: 1}, "") for n in ("return_intermediate_states", "use_graph", "max_num_seqs", "cp_context")],
+    ("chunk_kda", {"lower_bound": None, "safe_gate": True, "use_gate_in_kernel": True, "A_log": torch.zeros(6)}, ""),
+    ("fused_recurrent_kda", {"lower_bound": 5.0, "use_gate_in_kernel": True}, ""),
+    ("fused_recurrent_kda", {"A_log": None, "use_gate_in_kernel": True}, ""),
+]
 
 
-@pytest.mark.parametrize(
-    "name, options",
-    [
-        ("chunk_gated_delta_rule", {"A_log": torch.zeros(6)}),
-        ("chunk_gated_delta_rule", {"A_log": None, "use_gate_in_kernel": True}),
-        ("chunk_gated_delta_rule", {"cp_context": "ranks"}),
-        ("chunk_gated_delta_rule", {"allow_neg_eigval": True}),
-        ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(2, 9, 6, 7)}),
-        ("fused_recurrent_gated_delta_rule", {"dt_bias": torch.zeros(6)}),
-        *[("chunk_kda", {n: 1}) for n in ("return_intermediate_states", "use_graph", "max_num_seqs", "cp_context")],
-        ("chunk_kda", {"lower_bound": None, "safe_gate": True, "use_gate_in_kernel": True, "A_log": torch.zeros(6)}),
-        ("fused_recurrent_kda", {"lower_bound": 5.0, "use_gate_in_kernel": True}),
-        ("fused_recurrent_kda", {"A_log": None, "use_gate_in_kernel": True}),
-    ],
-)
-def test_gates_that_we_do_not_make_are_refused(name, options):
-    qkv, g, beta, _ = delta_tensors(name)
-    with pytest.raises(ValueError, match=f"^{next(iter(options))}: expected "):
-        getattr(fla, name)(*qkv, g=g, beta=beta, **options)
+@pytest.mark.parametrize("name, options, expected", REFUSED)
+def test_what_we_cannot_do_is_refused(name, options, expected):
+    if name in GATED:
+        qkv, g, beta, _ = delta_tensors(name)
+        gates = {"g": g, "beta": beta}
+    else:
+        qkv, g, _ = tensors("scalar" if "simple" in name else "vector")
+        gates = {} if "linear" in name else {"gk" if name == "fused_recurrent_gla" else "g": g}
+    argument = next(iter(options)).removesuffix("_cpu")
+    with pytest.raises(ValueError, match=f"^{argument}: expected {expected}"):
+        getattr(fla, name)(*qkv, **gates, **options)
 
 
 BOUNDED = [(name, None) for name in GATED] + [(name, -5.0) for name in GATED if "kda" in name]

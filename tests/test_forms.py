@@ -140,28 +140,29 @@ def test_packed_sequences_equal_separate_ones(mechanism, form, dtype):
             assert max(error(o[:, a:b], exact_o), error(S[n : n + 1], exact_S)) < TOLERANCE
 
 
-@pytest.mark.parametrize("mechanism, form", ALL)
+@pytest.mark.parametrize("mechanism, form", [*ALL, *pairs("softmax_attention")])
 def test_precision_layout_and_scale(mechanism, form):
     """Half inputs are computed in float32, results have their dtype; strides do not matter; inputs stay unchanged."""
     args, named = inputs(mechanism, T=17, **SIZES)
-    function, extra = FORMS[mechanism][form], options(form)
-    whole, final = function(*args, scale=1.0, **named, **extra)
-    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in args]
+
+    def run(args, name=form, scale=1.0, number=torch.Tensor.double):
+        state = {n: number(x) for n, x in named.items()}
+        o, S = FORMS[mechanism][name](*args, scale=scale, **state, **options(name))
+        return [o, *(S if isinstance(S, tuple) else [S])]
+
+    whole = run(args)
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in args[:2]]
+    strided += [torch.stack([x, -x], -1).flatten(-2)[..., ::2] for x in args[2:]]
     before = [x.clone() for x in strided]
-    o, S = function(*strided, scale=1.0, **named, **extra)
-    assert error(o, whole) < TOLERANCE and error(S, final) < TOLERANCE
+    assert max(map(error, run(strided), whole)) < TOLERANCE
     assert all(torch.equal(x, y) for x, y in zip(strided, before, strict=True))
-    default, _ = function(*args, **named, **extra)
-    assert error(default * 5**0.5, whole) < TOLERANCE
+    assert error(run(args, scale=None)[0], run(args, scale=5**-0.5)[0]) < TOLERANCE
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        low = [x.to(dtype) for x in args]
-        S0 = named["initial_state"].float()
-        o, S = function(*low, scale=1.0, initial_state=S0, **extra)
-        exact_o, exact_S = FORMS[mechanism]["recurrent"](
-            *(x.double() for x in low), scale=1.0, initial_state=S0.double()
-        )
-        assert (o.dtype, S.dtype) == (dtype, torch.float32)
-        assert error(o, exact_o) < 50 * torch.finfo(dtype).eps and error(S, exact_S) < 1e-4
+        o, *state = run([x.to(dtype) for x in args], number=torch.Tensor.float)
+        exact = run([x.to(dtype).double() for x in args], "recurrent", number=lambda x: x.float().double())
+        kept = dtype if mechanism == "softmax_attention" else torch.float32  # a cache has the dtype of its keys
+        assert (o.dtype, {S.dtype for S in state}) == (dtype, {kept})
+        assert error(o, exact[0]) < 50 * torch.finfo(dtype).eps and max(map(error, state, exact[1:])) < 1e-4
 
 
 @pytest.mark.parametrize("mechanism, form", ALL)

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from cases import inputs, thin
+from cases import CHOSEN, inputs, meta_tokens, thin
 from harness import HERE, anywhere
 
 from gla_ref import FORMS
@@ -17,7 +17,6 @@ from gla_ref.kernels import plan, stream
 from gla_ref.kernels.portable import delta_forward, gla_forward, linear
 
 NAMES = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda")
-CHOSEN = ("gla", "delta_rule", "gated_delta_rule", "kda")  # mechanisms with a choice of kernels
 LONG = 150  # tokens: three chunks of 64, the last one short
 KERNELS = ("portable", pytest.param(None, marks=pytest.mark.gpu))  # None: Hopper's, where the plan takes them
 HALVES = [pytest.param(torch.float16, marks=pytest.mark.deep), pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -140,13 +139,11 @@ def test_before_the_first_piece_a_stream_has_the_state_it_was_given():
 @pytest.mark.parametrize("name", NAMES)
 def test_no_plan_depends_on_the_batch(name, hardware):
     """One text or many, short or long: the same kernels with the same tiles along K and time."""
-    sizes = {"H": 2, "HV": 2, "K": 64, "V": 64, "N": 1}
 
     def made(B, T):
-        size = sizes | {"B": B, "T": T}
-        kind = [x for x in MECHANISMS[name].arguments if not x.optional]
-        args = [torch.empty([size[a] for a in x.axes.split()], dtype=torch.float16, device="meta") for x in kind]
-        found = plan(name, *args, hardware=hardware, path="fused", **{"kernel": "portable"} if name in CHOSEN else {})
+        args, options = meta_tokens(name, T, B, 2, 64, 64, torch.float16).values(), {"path": "fused"}
+        options |= {"kernel": "portable"} if name in CHOSEN else {}
+        found = plan(name, *args, hardware=hardware, **options)
         return [(x.name, {n: y for n, y in x.options.items() if n != "BV"}) for x in found.launches]
 
     assert made(1, 40) == made(1, 5000) == made(64, 5000)

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from cases import F64, error, inputs, thin
+from cases import CHOSEN, F64, error, inputs, thin
 from harness import CUDA, HERE, interpreted
 from torch.autograd import forward_ad
 
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 def tokens(mechanism, B=2, T=20, H=2, K=16, V=16, dtype=torch.float32, seed=0):
-    kind = "linear_attention" if mechanism == "softmax_attention" else mechanism  # of the same tokens
-    args, _ = inputs(kind, B, T, H, K, V, seed=seed)
+    args, _ = inputs(mechanism, B, T, H, K, V, seed=seed)
     return [x.to(HERE, dtype) for x in args]
 
 
@@ -186,8 +185,7 @@ COMPILED = [(m, "triton", False) for m in PLANNED] + [("gla", "triton", True), (
 def test_compiled_equals_eager(mechanism, form, two_sided):
     """With a state and all gradients, where there are any."""
     soft, step = mechanism == "softmax_attention", form == "triton_recurrent"
-    args, named = inputs("linear_attention" if soft else mechanism, 2, 19, 1, 5, 7, g_v=two_sided)
-    named = {} if soft else named
+    args, named = inputs(mechanism, 2, 19, 1, 5, 7, g_v=two_sided)
     leaves = [x.to(HERE, torch.float32).requires_grad_(not step) for x in (*named.values(), *args)]
 
     def f(*x):
@@ -232,7 +230,6 @@ FORM = {name: FORMS[name]["triton"] for name in PLANNED} | STEPS
 EVERY, CACHED, STATED = tuple(FORM), tuple(FORM)[:1], tuple(FORM)[1:]
 GATED = [name for name in EVERY if "g" in declared(name)]
 DELTA, TWO_SIDED = [name for name in EVERY if "beta" in declared(name)], ("gla", "gla_step")
-CHOSEN = ("gla", "delta_rule", "gated_delta_rule", "kda")  # mechanisms with a choice of kernels
 WRONG = [  # (functions, error, message, changes of the tensors x by name: B = 1, T = 20, H = 2, K = 16, V = 12)
     (EVERY, TypeError, "q: expected a torch.Tensor of shape .*, got list", lambda x: {"q": [1.0]}),
     (EVERY, TypeError, "v: expected a torch.Tensor of shape .*, got None", lambda x: {"v": None}),
@@ -314,7 +311,8 @@ CALLABLE = [(m, f) for m, forms in FORMS.items() for f in forms if f.startswith(
 @pytest.mark.parametrize("mechanism, form", CALLABLE)
 def test_derivatives_that_kernels_lack_are_refused(mechanism, form):
     """They would be 0, since a launch reads memory; of every tensor, and at every call."""
-    x, function, message = tokens(mechanism, B=1, T=3), FORMS[mechanism][form], "got one that they do; .* supports"
+    x, function = tokens(mechanism, B=1, T=3, H=1), FORMS[mechanism][form]
+    message = "got one that they do; .* supports"
     right = function(*x)[0].sum()
     for i, name in enumerate(mechanisms.MECHANISMS[mechanism].required):
 

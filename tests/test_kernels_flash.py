@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from cases import thin
-from harness import CUDA, HERE, named
+from harness import CUDA, HERE, anywhere, named
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 from gla_ref import FORMS
@@ -59,9 +59,9 @@ def within(got, right, runs):
 LENGTHS = [(T, *[(16, 16), (5, 7), (8, 20), (33, 4)][T % 4]) for T in range(1, 131)]
 
 
-@pytest.mark.parametrize("first", thin(range(10), 2))
+@pytest.mark.parametrize("first", thin(range(21), 2))
 def test_every_length(first):
-    for T, K, V in LENGTHS[first::10]:
+    for T, K, V in LENGTHS[first::21]:
         x = inputs(1, T, 1, K, V, seed=T)
         assert_right(run(x), x)
 
@@ -130,11 +130,13 @@ def assert_right_far_from_zero(ends, H, K, V):
 
 
 STEEP = thin([[0, 63], [0, 130], [0, 40, 40, 103, 130]], [0, 63])
+STEEP = [[0, 1000], [0, 63, 500, 500, 1000]] if CUDA else STEEP
 
 
+@anywhere
 @pytest.mark.parametrize("ends", STEEP, ids=str)
 def test_scores_far_from_zero(ends):
-    assert_right_far_from_zero(ends, 2, 8, 12)
+    assert_right_far_from_zero(ends, 2, *((60, 60) if CUDA else (8, 12)))
 
 
 @pytest.mark.parametrize("ends", STEEP, ids=str)
@@ -147,10 +149,11 @@ def test_one_key_takes_all(ends):
     assert_right(run(x, scale=1.0, **packing(ends)), x, ends, scale=1.0)
 
 
-@pytest.mark.parametrize("past", thin([1, 31, 32, 45], 1, 45))
-@pytest.mark.parametrize("T", thin([1, 20, 33, 64], 1, 33))
+@anywhere
+@pytest.mark.parametrize("past", [1, 128, 700] if CUDA else thin([1, 31, 32, 45], 1, 45))
+@pytest.mark.parametrize("T", [1, 64, 300] if CUDA else thin([1, 20, 33, 64], 1, 33))
 def test_cache_is_the_first_part_of_a_longer_sequence(T, past):
-    x = inputs(1, T, 1, 8, 12, past=past)
+    x = inputs(1, T, *((2, 128, 64, torch.bfloat16) if CUDA else (1, 8, 12)), past=past)
     assert_right(run(x), x)
     _, (k, v) = flash_attention(*(x[n] for n in NAMES), initial_state=(x["k0"], x["v0"]))
     assert torch.equal(k, torch.cat([x["k0"], x["k"]], 1))
@@ -160,11 +163,19 @@ def test_cache_is_the_first_part_of_a_longer_sequence(T, past):
 PACKS = [[0, 3, 3, 50, 100], [0, 0, 0, 31, 33, 65, 65], [0, 1, 2, 3, 4, 5], [0, 130], [0, 32, 64, 96], [0, 0, 97, 97]]
 
 
-@pytest.mark.parametrize("ends", thin(PACKS, PACKS[1]), ids=str)
+PACKED = [(64, 64), (128, 128), (100, 60)] if CUDA else [(8, 12)]
+
+
+@anywhere
+@pytest.mark.parametrize(
+    "ends", [[0, 500, 500, 501, 1629, 1757, 1757, 4000]] if CUDA else thin(PACKS, PACKS[1]), ids=str
+)
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_packed_sequences(ends, kind):
-    x = inputs(1, ends[-1], 2, 8, 12)
-    assert_right(run(x, cu_seqlens=torch.tensor(ends, dtype=kind, device=HERE)), x, ends)
+@pytest.mark.parametrize("K, V", PACKED)
+def test_packed_sequences(ends, kind, K, V):
+    for dtype in HALF if CUDA else (torch.float32,):
+        x = inputs(1, ends[-1], 2, K, V, dtype)
+        assert_right(run(x, cu_seqlens=torch.tensor(ends, dtype=kind, device=HERE)), x, ends, heads=[(0, 0), (0, 1)])
 
 
 @pytest.mark.deep
@@ -228,29 +239,6 @@ def test_at_size(dtype, T, K, V):
         pytest.skip("float32 is compiled for a few sizes only: every one costs ten seconds")
     x = inputs(2, T, 3, K, V, dtype, seed=T)
     assert_right(run(x), x, heads=[(0, 0), (1, 2)])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ends", [[0, 1000], [0, 63, 500, 500, 1000]], ids=str)
-def test_scores_far_from_zero_at_size(ends):
-    assert_right_far_from_zero(ends, 2, 60, 60)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (100, 60)])
-def test_packed_at_size(dtype, K, V):
-    ends = [0, 500, 500, 501, 1629, 1757, 1757, 4000]
-    x = inputs(1, ends[-1], 2, K, V, dtype)
-    assert_right(run(x, cu_seqlens=torch.tensor(ends, device=HERE)), x, ends, heads=[(0, 0), (0, 1)])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("past", [1, 128, 700])
-@pytest.mark.parametrize("T", [1, 64, 300])
-def test_cache_at_size(past, T):
-    x = inputs(1, T, 2, 128, 64, torch.bfloat16, past=past)
-    assert_right(run(x), x)
 
 
 @pytest.mark.gpu

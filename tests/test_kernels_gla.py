@@ -1,10 +1,11 @@
-"""GLA's kernels alone, beyond what test_kernels_linear.py holds them to: strong gates, float16, two gates."""
+"""GLA's kernels alone, beyond what test_kernels_portable.py holds them to: strong gates, float16, two gates."""
 
 import pytest
 import torch
-from cases import error, inputs
+from cases import error
 from harness import DTYPES, HERE, anywhere, budgets, compare, interpreted, results
-from linear_problems import check, problem
+from problems import problem
+from test_kernels_portable import check
 
 from gla_ref import FORMS
 from gla_ref import check as kit
@@ -12,7 +13,7 @@ from gla_ref import check as kit
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
 tl = pytest.importorskip("triton.language")
 
-from gla_ref.kernels.gla import PATHS, gla
+from gla_ref.kernels.gla import gla
 from gla_ref.kernels.portable import gla_forward
 
 F32, BF16, F16 = DTYPES
@@ -24,9 +25,7 @@ F32, BF16, F16 = DTYPES
 @pytest.mark.parametrize("size", [1.0, 1e6])
 def test_float16(size):
     """A state of a million fits float32 only; scale brings what it adds to o and dq back."""
-    x, judged = problem(
-        "gla", 1, 70, 1, 5, 3, kind="mild and strong chunks", dtype=torch.float16, large=size, scale=1e-3
-    )
+    x, judged = problem("gla", 1, 70, 1, 5, 3, kind="mild and strong chunks", dtype=torch.float16, S=size, scale=1e-3)
     compare(results(gla, x, scale=1e-3), judged)
 
 
@@ -95,15 +94,11 @@ def test_pairs_do_not_see_the_order_in_which_a_total_is_summed(monkeypatch):
     kit.kernel("gla", form, dtype=torch.float32, only=case, seed=1).raise_if_failed()
 
 
-def small(T, kind):
-    args, named = inputs("gla", 2, T, 1, 20, 36, kind=kind)
-    return [x.to(HERE, torch.float32) for x in (*args, named["initial_state"])]
-
-
 @anywhere
 def test_the_path_of_a_chunk_changes_rounding_only():
     """A channel whose q and k are 0 makes a chunk strong, and nothing else."""
-    q, k, v, g, S0 = small(64, "logsigmoid/16")
+    x, _ = problem("gla", 2, 64, 1, 20, 36)
+    q, k, v, g, S0 = (x[n] for n in ("q", "k", "v", "g", "S"))
     q[..., 7], k[..., 7], S0[:, :, 7] = 0, 0, 0
     strong = g.clone()
     strong[..., 7] = -1e3
@@ -112,22 +107,6 @@ def test_the_path_of_a_chunk_changes_rounding_only():
 
 
 # on a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 257])
-def test_lengths_on_the_gpu(dtype, T):
-    for n, path in enumerate(PATHS):
-        check("gla", 2, T, 3, (64, 128)[n], 100 if n else 64, dtype=dtype, path=path)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["logsigmoid/16", "many resets", "-1"])
-def test_gates_in_other_precisions(kind):
-    for dtype, gates in [(BF16, F32), (F16, BF16), (F32, BF16), (BF16, F16)]:
-        check("gla", 2, 200, 3, 128, 64, kind=kind, dtype=dtype, gates=gates)
-        check("gla", 2, 200, 3, 64, 64, kind=kind, dtype=dtype, gates=gates)
 
 
 @pytest.mark.gpu

@@ -2,19 +2,19 @@
 
 import ast
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from cases import F64, LADDER, inputs, thin
+from cases import F64, LADDER, in_process, inputs, thin
 from harness import CUDA, HERE, anywhere, budgets
 
 from gla_ref.rounding import error
 
 triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
-import delta_problems
+from problems import problem
 
 from gla_ref._commands.page import run
 from gla_ref.check import oracle
@@ -51,17 +51,15 @@ SIZES = [
 sizes = pytest.mark.parametrize("size, dtype", SIZES, ids=str)
 
 
-def mild(kind: str, dtype) -> str | float:
+def mild(kind: str, dtype, C=None) -> str:
     """The gates of a rung; "edge" is just inside of what a chunk may decay by."""
-    limit, C = LIMITS[dtype]
-    return limit / C * (1 - 1 / 128) if kind == "edge" else kind
+    limit, tokens = LIMITS[dtype]
+    return str(limit / (C or tokens) * (1 - 1 / 128)) if kind == "edge" else kind
 
 
 def tensors(size, dtype, kind="logsigmoid/16", seed=0):
     """q, k, v, g and do, as a page is given them."""
-    number = isinstance(kind, float)
-    (q, k, v, g), _ = inputs("gla", *size, kind="zero" if number else kind, seed=seed)
-    g = g + kind if number else g
+    (q, k, v, g), _ = inputs("gla", *size, kind=kind, seed=seed)
     do = torch.randn(v.shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
     return [x.to(HERE, dtype) for x in (q, k, v, g, do)]
 
@@ -182,7 +180,7 @@ WIDE = [pytest.param((2, 200, 2, D, 128), BF16, marks=on_gpu) for D in (64, 128)
 def test_gated_delta_rule(size, dtype, kind, correlation, strength):
     """In chunks of 64 or 32 tokens, two value heads to a key head."""
     options = {"kind": kind, "correlation": correlation, "strength": strength, "dtype": dtype, "S": 0.0}
-    x, right = delta_problems.problem("gated_delta_rule", *size, **options)
+    x, right = problem("gated_delta_rule", *size, **options)
     found = gated_delta_rule.gated_delta_rule(*(x[n] for n in ("q", "k", "v", "g", "beta")))
     compare(named(found), right)
 
@@ -192,10 +190,14 @@ def test_gated_delta_rule(size, dtype, kind, correlation, strength):
 @pytest.mark.parametrize("kind, correlation, strength", [("logsigmoid/16", 0.99, 1.0), ("edge", 0.0, None)])
 def test_kda(size, dtype, kind, correlation, strength):
     """Two value heads to a key head; at the edge all channels of all blocks of 16 tokens are just mild."""
-    options = {"correlation": correlation, "strength": strength, "dtype": dtype, "S": 0.0}
-    x, right = delta_problems.problem("kda", *size, **options)
-    if kind == "edge":
-        x["g"].fill_(LIMITS[dtype][0] / 16 * (1 - 1 / 128))  # `right` is made of x when it is asked
+    options = {
+        "kind": mild(kind, dtype, 16),
+        "correlation": correlation,
+        "strength": strength,
+        "dtype": dtype,
+        "S": 0.0,
+    }
+    x, right = problem("kda", *size, **options)
     compare(named(kda.kda(*(x[n] for n in ("q", "k", "v", "g", "beta")))), right)
 
 
@@ -206,7 +208,7 @@ def test_kda(size, dtype, kind, correlation, strength):
 def test_a_strong_block_of_kda_is_marked(dtype, C, gate):
     """One channel of one value head, in the second of three chunks."""
     options = {"kind": "logsigmoid/16", "correlation": 0.0, "dtype": dtype, "S": 0.0}
-    x, right = delta_problems.problem("kda", 1, 2 * C + 3, 1, 16, 16, **options)
+    x, right = problem("kda", 1, 2 * C + 3, 1, 16, 16, **options)
     x["g"][0, C + 5, 1, 7] = gate * LIMITS[dtype][0]
     o, S = kda.kda(*(x[n] for n in ("q", "k", "v", "g", "beta")))
     assert o[:, C:, 1].isnan().all() and S[:, 1].isnan().all()
@@ -274,7 +276,7 @@ HEADS = [page for page, (_, names) in CALLS.items() if "q" in names]
 
 def arguments(page):
     """Small tensors that a page takes, by name."""
-    x = dict(zip(("q", "k", "v", "g", "do"), tensors((1, 19, 2, 16, 32), F32, -0.01), strict=True))
+    x = dict(zip(("q", "k", "v", "g", "do"), tensors((1, 19, 2, 16, 32), F32, "-0.01"), strict=True))
     if page == "gla_step":
         x = {n: y[:, 0].contiguous() for n, y in x.items()}
     if page == "gated_delta_rule":
@@ -382,7 +384,7 @@ def test_a_cpu_is_refused_without_the_interpreter(page, monkeypatch):
 @anywhere
 def test_scale():
     """It has any sign but for softmax, and is K^-0.5 unless given."""
-    q, k, v, g, do = tensors((1, 19, 1, 16, 16), F32, -0.01)
+    q, k, v, g, do = tensors((1, 19, 1, 16, 16), F32, "-0.01")
     for page, x in (("gla", (q, k, v, g)), ("gla_levels", (q, k, v, g)), ("linear_attention", (q, k, v))):
         function = CALLS[page][0]
         assert torch.equal(function(*x)[0], function(*x, scale=0.25)[0])
@@ -413,18 +415,34 @@ def test_a_page_is_a_page(file):
     assert {name.split(".")[0] for name in modules} <= {"torch", "triton", "einops"}
 
 
-@pytest.mark.parametrize("name", thin([file.stem for file in FILES], "gla"))
-def test_a_page_runs_by_itself(name):
-    """On a GPU it says how long it took; without one, that it was interpreted. Hopper's ask for their GPU."""
-    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET" or CUDA}
-    command = [sys.executable, "-m", f"gla_ref.pages.{name}"]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if name.endswith("_hopper") and not CUDA:
-        assert found.returncode == 1 and "expected a GPU of compute capability 9.0" in found.stderr
+@pytest.mark.skipif(CUDA, reason="about a host without a GPU")
+@pytest.mark.parametrize("name", thin([file.stem for file in FILES], "gla", "gla_hopper"))
+def test_a_page_runs_by_itself(name, monkeypatch, capsys):
+    """In a process that asks Triton to interpret before it imports it. Hopper's ask for their GPU."""
+
+    def program():
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(Path(gla.__file__).with_stem(name)), run_name="__main__")
+        return ended.value.code
+
+    if name.endswith("_hopper"):
+        assert "expected a GPU of compute capability 9.0" in program()
         return
-    *errors, last = found.stdout.splitlines()
-    assert found.returncode == 0 and all("of its budget" in line for line in errors), found.stdout + found.stderr
-    assert "interpreted" in last if not CUDA else " ms at B = " in last
+    with monkeypatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET")
+        patch.setattr(os, "execve", lambda *command: sys.exit(command))
+        python, command, environment = program()
+    assert python == command[0] == sys.executable and environment["TRITON_INTERPRET"] == "1"
+    assert program() == 0
+    *errors, last = capsys.readouterr().out.splitlines()
+    assert errors and all("of its budget" in line for line in errors) and "interpreted" in last
+
+
+@pytest.mark.deep
+def test_a_page_is_a_program():
+    """On a GPU it says how long it took; without one, that it was interpreted."""
+    said = in_process("-m", "gla_ref.pages.gla")
+    assert (" ms at B = " if CUDA else "interpreted") in said
 
 
 def test_a_wrong_page_says_so(capsys):

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from cases import in_process
+from cases import CHOSEN, in_process, meta_tokens
+from harness import HERE
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -26,24 +27,17 @@ CALLS = (
     "gla_step",
 )
 OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own
-CHOSEN = ("gla", "delta_rule", "gated_delta_rule", "kda")  # mechanisms with a choice of kernels
-
-
-def meta(*shape, dtype=torch.float32):
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def plans(call, K, V, dtype, hardware, T=300, kernel=None):
     """Forward and backward of a call of some length."""
     mechanism, *extra = call.split()
-    sizes = {"B": 2, "T": T, "H": 3, "HV": 6, "K": K, "V": V}
-    declared = [x for x in MECHANISMS[mechanism.removesuffix("_step")].arguments if not x.optional]
-    tensors = [meta(*(sizes[axis] for axis in x.axes.split()), dtype=dtype) for x in declared]
+    tensors = list(meta_tokens(mechanism.removesuffix("_step"), T, 2, 3, K, V, dtype, HV=6).values())
     if mechanism == "gla_step":
         hardware = hardware if isinstance(hardware, tuple) else CLASSES[hardware]
         call = gla.Call(*tensors, g_v=None, initial_state=None, cu_seqlens=None, scale=None)
         return [steps.gla_forward.plan(hardware, steps.gla_forward.specs(call))]
-    options = {"g_v": meta(*tensors[2].shape, dtype=dtype)} if extra else {}
+    options = {"g_v": tensors[2]} if extra else {}
     options |= {"kernel": kernel} if mechanism in CHOSEN else {}
     return [plan(mechanism, *tensors, direction=d, hardware=hardware, **options) for d in ("forward", "backward")]
 
@@ -146,13 +140,10 @@ def test_bfloat16_needs_matrix_units(monkeypatch):
         checks.check_launch({"q": q}, MECHANISMS["gla"].arguments)
 
 
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_plans_explain_themselves(name):
-    q, g = meta(1, 4096, 4, 64, dtype=torch.float16), meta(1, 4096, 4, 64)
-    text = explain("gla", q, q, q, g, hardware=name)
+    x = meta_tokens("gla", H=4, K=64, V=64, dtype=torch.float16, gates=torch.float32)
+    text = explain("gla", *x.values(), hardware=name)
     assert name in text and "walk" in text and "gradients" in text
 
 

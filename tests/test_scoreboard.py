@@ -44,3 +44,19 @@ def test_rows_and_pages(monkeypatch):
     assert "**in chunks**" in shown[0] and "GLA" not in shown[0]
     with pytest.raises(ValueError, match="page: expected one of 01_softmax_attention, .*, got '99'"):
         board.scoreboard("99")
+
+
+def test_a_row_names_the_kernel_whose_time_it_shows():
+    """Hopper's kernels took the times of rows 13 and 20, whose chapters explain others."""
+    data = board.results.load("h200")
+    timed = {
+        row.page[:2]: board._cells(row, data, "")[0].partition("(timed: ")[2] for row in board.ROWS if row.contender
+    }
+    for page, kernel in (
+        ("13", "22_fully_fused"),
+        ("20", "23_delta_rule_fused"),
+        ("24", "library's"),
+        ("23", ""),
+        ("07", ""),
+    ):
+        assert kernel in timed[page] and bool(kernel) == bool(timed[page]), page

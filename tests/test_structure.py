@@ -1,33 +1,23 @@
 """The work of a form, not only its results: operators are counted as they are dispatched."""
 
 import ast
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from cases import LINEAR, inputs, options, pairs
-from torch.utils._python_dispatch import TorchDispatchMode
+from cases import LINEAR, Dispatched, inputs, options, pairs
 
 import gla_ref
 
 FORMS = gla_ref.FORMS
 
 
-class Count(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operators(mechanism, form, T, **extra) -> int:
     args, _ = inputs(mechanism, B=1, T=T, H=1, K=2, V=3)
-    with torch.no_grad(), Count() as count:
+    with torch.no_grad(), Dispatched() as run:
         FORMS[mechanism][form](*args, **(extra or options(form, C=64, c=32)))
-    return count.n
+    return len(run.calls)
 
 
 def test_every_form_has_its_structure():
@@ -55,16 +45,11 @@ def test_chunkwise_grows_with_the_number_of_chunks(mechanism):
 
 
 def test_softmax_forms():
-    def operators(form, T, **extra):
-        q, k, v = torch.randn(3, 1, T, 1, 2, dtype=torch.float64)
-        with torch.no_grad(), Count() as count:
-            FORMS["softmax_attention"][form](q, k, v, **extra)
-        return count.n
-
-    assert operators("parallel", 16) == operators("parallel", 64)
-    n = [operators("recurrent", T) for T in (16, 32, 64)]
+    softmax = partial(operators, "softmax_attention")
+    assert softmax("parallel", 16) == softmax("parallel", 64)
+    n = [softmax("recurrent", T) for T in (16, 32, 64)]
     assert n[2] - n[1] == 2 * (n[1] - n[0]) > 0
-    n = [operators("flash", T, block_q=16, block_k=16) for T in (16, 32, 64)]
+    n = [softmax("flash", T, block_q=16, block_k=16) for T in (16, 32, 64)]
     assert n[1] - n[0] < n[2] - n[1] <= 8 * n[0], "grows with the number of tiles"
 
 

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the delta rule with a gate for every channel of the keys (chapter 20).
+"""Kimi Delta Attention: the delta rule with a gate for every channel of the keys (chapter 24).
 
     S_t = (I - beta_t k_t^T k_t) diag(exp(g_t)) S_{t-1} + beta_t k_t^T v_t,    o_t = scale * q_t S_t
 

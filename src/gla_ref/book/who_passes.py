@@ -46,6 +46,15 @@ class Row(NamedTuple):
         return max((_budgets(f) for f in wrong), default=0.0)
 
     @property
+    def verdict(self) -> str:
+        """The gravest thing in the record: wrong, near (a wrong number within NEAR), refuses, right, none."""
+        if self.counts is None:
+            return "none"
+        if self.worst:
+            return "wrong" if self.worst >= NEAR else "near"
+        return "refuses" if self.counts[2] else "right"
+
+    @property
     def note(self) -> str:
         """A sentence where the record has no count for each group of cases."""
         r = self.record
@@ -86,14 +95,11 @@ def _claimed(name: str, dtype: str) -> bool:
 
 
 def verdicts(rows: list[Row]) -> dict[str, list[str]]:
-    """Return the functions by the gravest verdict of their rows: wrong, near (within NEAR), refuses, right, none."""
-    by = {"wrong": [], "near": [], "refuses": [], "right": [], "none": []}
-    for name in FUNCTIONS:
-        here = [row for row in rows if row.function == name and row.counts]
-        worst, refused = max((row.worst for row in here), default=0.0), any(row.counts[2] for row in here)
-        wrong = "wrong" if worst >= NEAR else "near" if worst else "refuses" if refused else "right"
-        by[wrong if here else "none"].append(name)
-    return by
+    """Return the rows' names by verdict; a name is a function and a dtype, which two machines may have judged."""
+    by = {kind: {} for kind in ("wrong", "near", "refuses", "right", "none")}
+    for row in rows:
+        by[row.verdict][row.name] = None
+    return {kind: [*names] for kind, names in by.items()}
 
 
 def _cell(counts: dict | None) -> str:
@@ -102,9 +108,9 @@ def _cell(counts: dict | None) -> str:
         return '<span title="not claimed">·</span>'
     tried, wrong, refused = (counts[n] for n in ("tried", "wrong", "refused"))
     if wrong:
-        return f'<b class="wrong" title="{wrong} of {tried} cases give a wrong number">✗ {wrong}</b>'
+        return f'<b class="wrong" title="{wrong} of {tried} cases give a wrong number">✗ {wrong} of {tried}</b>'
     if refused:
-        return f'<span class="refused" title="{refused} of {tried} cases give no number">! {refused}</span>'
+        return f'<span class="refused" title="{refused} of {tried} cases give no number">! {refused} of {tried}</span>'
     return f'<span class="right" title="{tried} cases are right">✓</span>'
 
 
@@ -128,8 +134,11 @@ def ungrouped(rows: list[Row]) -> str:
 
 
 def _on(row: Row) -> str:
-    """The machine of a record."""
-    return row.data["environment"]["gpu"].removeprefix("NVIDIA ") if row.data else ""
+    """The machine of a record, and the Triton if the record names it: that of its file is the last run's."""
+    if row.data is None:
+        return ""
+    triton = row.record.get("triton")
+    return row.data["environment"]["gpu"].removeprefix("NVIDIA ") + (f", Triton {triton}" if triton else "")
 
 
 def claims() -> str:
@@ -168,23 +177,40 @@ def refusals(rows: list[Row]) -> str:
     return _table(("function", "cases", "error, or what was returned"), lines) if lines else ""
 
 
+def _wrong(row: Row) -> str:
+    """How often a row is wrong, and its worst number."""
+    first = max((f for f in row.record["failures"] if f["kind"] not in NO_NUMBER), key=_budgets)
+    tried, wrong, _ = row.counts
+    what = f"{first['quantity']} of <i>{escape(first['case'])}</i> is "
+    off = "not finite" if row.worst == float("inf") else f"off by {float(first['error']):.1e}, {row.worst:.1f} budgets"
+    return f"<b>{escape(row.name)}</b> ({escape(_on(row))}): wrong in {wrong} of {tried} cases; {what}{off}"
+
+
+def _lines(record: dict) -> tuple[str, str]:
+    """Lines that run a case with a wrong number, and a sentence where that case is not a shrunken one.
+
+    The shrunken case of a record fails as the record's first failure does, which may be a refusal.
+    """
+    if record["smallest"] and record["failures"][0]["kind"] not in NO_NUMBER:
+        return record["smallest"], ""
+    worst = max((f for f in record["failures"] if f["kind"] not in NO_NUMBER), key=_budgets)
+    lines = re.sub(r"only='[^']*'", lambda _: f"only={worst['case']!r}", record["reproduction"])
+    return lines, "<p>This record has no shrunken case of it; the lines run one of the kit's own.</p>"
+
+
 def details(rows: list[Row]) -> str:
-    """Return, folded, the worst wrong number of each row and lines that show one: not finite first, then by budgets."""
-    parts = []
+    """Return, folded, the wrong numbers of each function and lines that show one: not finite first, then by budgets."""
+    by = {}
     for row in sorted((row for row in rows if row.worst), key=lambda row: -row.worst):
-        r, (tried, wrong, _) = row.record, row.counts
-        first = max((f for f in r["failures"] if f["kind"] not in NO_NUMBER), key=_budgets)
-        what = f"{first['quantity']} of <i>{escape(first['case'])}</i>"
-        if _budgets(first) == float("inf"):
-            what += " is not finite"
-        else:
-            what += f" is off by {float(first['error']):.1e}, {_budgets(first):.1f} times its budget"
-        named = "; ".join(d["mistake"] for d in r["diagnosis"])
-        parts.append(f"<details><summary><b>{escape(row.name)}</b> ({escape(row.data['environment']['gpu'])}): ")
-        parts.append(f"wrong in {wrong} of {tried} cases; {what}</summary>")
+        by.setdefault(row.function, []).append(row)
+    parts = []
+    for first, *others in by.values():
+        named = "; ".join(d["mistake"] for d in first.record["diagnosis"])
+        if first.worst < float("inf"):
+            named = named.replace(": not a number after a reset", ", which lose digits after a strong gate")
+        lines, note = _lines(first.record)
+        parts.append(f"<details><summary>{_wrong(first)}</summary>")
+        parts.extend(f"<p>Also {_wrong(row)}.</p>" for row in others)
         parts.append(f"<p>The kit's explanation: {escape(named)}.</p>" if named else "")
-        parts.append(
-            "" if r["smallest"] else "<p>This record has no shrunken case; the lines run one of the kit's own.</p>"
-        )
-        parts.append(f"<pre>{escape(r['smallest'] or r['reproduction'])}</pre></details>")
+        parts.append(f"{note}<pre>{escape(lines)}</pre></details>")
     return "".join(parts)

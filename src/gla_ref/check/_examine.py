@@ -25,7 +25,7 @@ from ._cases import Case
 from ._claims import Claim
 from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._mechanisms import Kind
-from ._names import Seen, by_head, by_name, by_terms, rescaled, stale
+from ._names import Seen, by_head, by_name, by_terms, stale
 from ._report import Report, Row
 from ._run import Found, Trial, attempt, observe
 from ._where import ONLY, Bounds, Spent, by_gates, common, locate, plainly, smaller
@@ -176,10 +176,9 @@ class Examiner:
         """The mistakes that the kernel behaves like, by all calls in their order; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
-        more = getattr(self.kernel.fn, "mistakes", ())  # of a function over ranks
         telling = sorted(self.telling, key=numbers)
-        named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, more, self.called, telling)
-        matches = [it for it in named if not it.somewhere] or stale(mechanism, calls) or rescaled(mechanism, calls)
+        named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, self.called, telling)
+        matches = [it for it in named if not it.somewhere] or stale(mechanism, calls)
         terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
         matches = matches or [it for it in terms if not it.somewhere]
         where = ""

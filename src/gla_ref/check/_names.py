@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ._cases import Case, but_for_gates
 from ._mechanisms import MECHANISMS, SHORT, Kind
-from .mistakes import CHUNK, CHUNKS, DECAY, GRADIENT, LINEAR, READ, Mistake, apply, known
+from .mistakes import Mistake, apply, known
+from .mistakes._calls import DECAY, GRADIENT, READ
+from .mistakes._calls import C as CHUNK
 from .oracle import Problem, evaluate, numbers
 
 CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
@@ -31,6 +33,7 @@ PLAIN = 4.0  # budgets that something must be wrong by to get a name of its plac
 NEAR = 2.0  # budgets within which all that is wrong may be rounding, and not an earlier call's
 FIRST, REST = 4, 12  # failing calls in which every mistake is compared, and in which those that are left are
 PASSING = 8  # calls that pass, besides the telling ones, in which a mistake must not show
+CHUNKS = (16, 32, 64, 128)  # what a kernel's chunks may be
 LARGEST = 2**21  # numbers of the states of a call that is compared
 FOLLOWS = "dg is wrong besides, as one that is made of dq and dk"
 
@@ -335,7 +338,6 @@ def by_name(
     dtype: torch.dtype,
     failed: Sequence[Seen],
     passed: Sequence[Seen],
-    more: Sequence[Mistake],
     call: Callable[[Case], Seen | None],
     telling: Iterable[Case],
 ) -> list[Match]:
@@ -344,13 +346,12 @@ def by_name(
     One that a passing call contradicts, or that would make more wrong in a failing one, is made in some places only.
     A place can save a name that fits by chance: so such a mistake must agree in two calls at least, and in new ones
     :func:`alike`. A wrong decay must not show in a case that passes and has other gates only: such a kernel has no
-    place, it decays otherwise. `more` are mistakes that only this kernel can make. The `telling` cases are called one
-    by one as long as several mistakes are left.
+    place, it decays otherwise. The `telling` cases are called one by one as long as several mistakes are left.
     """
     small = [s for s in failed if s.small]
     calls = order(small)[:REST] or failed[:1]
     found = []
-    for m in known(mechanism, dtype, more):
+    for m in known(mechanism, dtype):
         if m.long is bool(small):
             continue
         for C in CHUNKS if m.chunked else (CHUNK,):
@@ -496,7 +497,7 @@ def by_terms(
     return [Match(Mistake("; ".join(said), line, None, ()), shown=own, own=own, somewhere=somewhere, follows=follows)]
 
 
-# -- earlier calls, divisors ---------------------------------------------------------------------
+# -- earlier calls -------------------------------------------------------------------------------
 KEPT = "the same call again"
 
 
@@ -526,29 +527,6 @@ def stale(mechanism: str, seen: Sequence[Seen]) -> list[Match]:
         if worst <= 1:
             return [Match(m, distance=worst)]
     return []
-
-
-def rescaled(mechanism: str, seen: Sequence[Seen]) -> list[Match]:
-    """Whether all that is wrong with o is a factor that each token and head has of its own."""
-    wrong = [s for s in seen if "o" in s.wrong and s.problem.case.V > 1]
-    if mechanism not in LINEAR or not wrong or any("S" in s.wrong for s in seen):
-        return []
-    worst, spread = 0.0, 0.0
-    for s in wrong:
-        o, exact = s.given["o"].double(), s.problem.exact["o"]
-        factor = (o * exact).sum(-1, keepdim=True) / exact.square().sum(-1, keepdim=True).clamp_min(1e-30)
-        left, allowed = s.problem.judge("o", o, factor * exact)
-        worst, spread = max(worst, left / allowed / CLOSE), max(spread, factor.std().item())
-    if not (worst <= 1 and spread > SHARE / 4):
-        return []
-    return [
-        Match(
-            Mistake(
-                "o divided by a number that every token has of its own, such as a sum of its weights", READ, None, ()
-            ),
-            distance=worst,
-        )
-    ]
 
 
 # -- other heads ---------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ._kernel import NotClaimed
-from .mistakes import Mistake, over_ranks
 
 __all__ = ["OverRanks", "pieces"]
 
@@ -74,6 +73,8 @@ class OverRanks:
         TypeError: `fn` cannot be called.
     """
 
+    over_ranks = True  # no call in another dtype comes before the usual ones
+
     def __init__(
         self,
         fn: Callable,
@@ -109,12 +110,6 @@ class OverRanks:
         """The function's own claim, or that of pieces of equal length."""
         found = getattr(self.fn, "supports", None)
         return {"multiples": {"T": self.size}} if found is None and not self.takes("lengths") else found
-
-    @cached_property
-    def mistakes(self) -> list[Mistake]:
-        """The mistakes that only a function over ranks can make."""
-        even = not self.takes("lengths")
-        return over_ranks(lambda T, ends: pieces(T, ends, self.size, even))
 
     # the first rank
 

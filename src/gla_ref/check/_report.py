@@ -169,27 +169,10 @@ class Report:
             an error that is not finite is the string "inf" or "nan". `map` and `grid["cells"]` hold a character for
             the worst of some elements: a space within budget, then one of `.:-=+*#%@` for every half power of ten.
         """
-        rows = [asdict(row) for row in self.rows]
-        for row in rows:
+        data = {"schema": 4, "ok": self.ok, "verdict": self.verdict} | asdict(self)
+        for row in data["rows"]:
             if row["error"] is not None and not math.isfinite(row["error"]):
                 row["error"] = str(row["error"])
-        return {
-            "schema": 4,
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "settings": self.settings,
-            "ladder": self.ladder,
-            "made": self.made,
-            "left": self.left,
-            "skipped": self.skipped,
-            "cases": {name: asdict(case) for name, case in self.cases.items()},
-            "rows": rows,
-            "common": self.common,
-            "diagnosis": self.diagnosis,
-            "next": self.next_step,
-            "not_covered": self.not_covered,
-            "alone": self.alone,
-            "measured": self.measured,
-            "smallest": str(self.smallest) if self.smallest else "",
-            "reproduction": self.reproduction,
-        }
+        del data["cut"], data["rerun"]
+        smallest = str(self.smallest or "")
+        return data | {"smallest": smallest, "next": self.next_step, "not_covered": self.not_covered}

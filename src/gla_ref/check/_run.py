@@ -230,8 +230,7 @@ class Trial:
         """The dtype of a call before the usual ones, if the kernel claims another one."""
         usual = self.p.dtypes["o"]
         low = torch.bfloat16 if usual == torch.float32 else torch.float32
-        over_ranks = hasattr(self.kernel.fn, "mistakes")
-        return low if low in self.kernel.dtypes and not over_ranks else None
+        return low if low in self.kernel.dtypes and not getattr(self.kernel.fn, "over_ranks", False) else None
 
     def more(self, n: str, y: Tensor, entries: int) -> Tensor:
         """A tensor with so many more batch entries, the first one again."""

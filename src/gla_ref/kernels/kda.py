@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: the function that one calls, its checks and its way through autograd (chapter 20).
+"""Kimi Delta Attention: the function that one calls, its checks and its way through autograd (chapter 24).
 
 A call is checked, planned and launched as in gla.py. The kernels are in portable/kda_forward.py and
 portable/kda_gradient.py, and walk as the delta rules do (delta.py). Hopper has kernels of its own,

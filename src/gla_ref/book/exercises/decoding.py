@@ -9,21 +9,6 @@ from ._compare import draw, hold, variants
 from ._predict import ask, numbers
 
 
-@exercise("ex-decode-crossing", "derive")
-def crossing(answer):
-    mistakes = {
-        "The state is float32: 4 bytes a number, whatever the cache has.": lambda K, V, e: K * V / (K + V),
-        "The cache has a key and a value for each token: K + V numbers.": lambda K, V, e: 4 * K * V / (e * K),
-        "The other way round: tokens times bytes a token are the bytes of the state.": (
-            lambda K, V, e: e * (K + V) / (4 * K * V)
-        ),
-        "A step reads the state and writes it, but it is kept once.": lambda K, V, e: 8 * K * V / (e * (K + V)),
-        "K V numbers are 4 K V bytes.": lambda K, V, e: K * V / (e * (K + V)),
-    }
-    cases = [(256, 512, 2), (128, 128, 2), (64, 96, 1)]
-    hold(answer, cases, lambda K, V, e: 4 * K * V / (e * (K + V)), mistakes, {"T": ""})
-
-
 @ask("ex-decode-batch")
 def batch():
     one = 8 * 16 * 128 * 128  # bytes of a sequence: its state, read and written

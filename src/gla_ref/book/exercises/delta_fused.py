@@ -1,9 +1,7 @@
 """Judges of the exercises on the delta rule, fully fused (chapter 23)."""
 
-import torch
-
 from . import exercise
-from ._compare import draw, hold, variants
+from ._compare import hold, variants
 from ._predict import ask, choice, predict
 
 predict(
@@ -54,50 +52,6 @@ def period(answer):
         (5.0, 4.0, 4.0, 2, 1),
     ]
     hold(answer, cases, _period, variants(_period, mistakes), {"period": ""})
-
-
-def _own_columns(A, c, j, sign=-1, earlier=lambda i, j: range(j, i), inner=lambda x: x, start=lambda j: j):
-    n, I = len(A) // c, torch.eye(len(A), dtype=A.dtype)
-    Y = torch.zeros_like(A[:, :c])
-    for i in range(start(j), n):
-        rows = slice(c * i, c * i + c)
-        X = I[rows, c * j : c * j + c].clone()
-        for m in earlier(i, j):
-            columns = slice(c * m, c * m + c)
-            X = X + sign * A[rows, columns] @ Y[columns]
-        Y[rows] = torch.linalg.inv(I[:c, :c] + inner(A[rows, rows])) @ X
-    return Y
-
-
-@exercise("ex-fused-columns", "implement")
-def columns(answer):
-    def right(A, c, j):
-        return _inverse(A)[:, c * j : c * j + c]
-
-    def _inverse(A):
-        return torch.linalg.inv(torch.eye(len(A), dtype=A.dtype) + A)
-
-    mistakes = {
-        "The sign is wrong: what earlier rows contribute is subtracted.": dict(sign=1),
-        "Only the row before is used: add up over all earlier rows.": dict(
-            earlier=lambda i, j: range(max(j, i - 1), i)
-        ),
-        "The earlier rows are missing: that is the block on the diagonal alone.": dict(earlier=lambda i, j: ()),
-        "The inverses on the diagonal are missing: multiply each sum by that of its own row, from the left.": dict(
-            inner=lambda x: 0 * x
-        ),
-        "The blocks on the diagonal are inverses of I + A_ii, not of I - A_ii.": dict(inner=lambda x: -x),
-        "That inverts I - A: the triangle is I + A.": lambda A, c, j: right(-A, c, j),
-        "Those are rows of the inverse, turned round: a warp owns columns.": lambda A, c, j: (
-            _inverse(A)[c * j : c * j + c].T
-        ),
-        "That starts with the first column of blocks: column j begins with the unit matrix in row j.": (
-            lambda A, c, j: right(A, c, 0)
-        ),
-    }
-    shapes = zip(draw(23, (6, 6), (8, 8), (9, 9), (9, 9)), (2, 4, 3, 3), (1, 0, 0, 1), strict=True)
-    cases = [(x.tril(-1), c, j) for x, c, j in shapes]
-    hold(answer, cases, right, variants(_own_columns, mistakes), {"columns": "T c"})
 
 
 @ask("ex-fused-ahead")

@@ -1,7 +1,6 @@
 """Judges of the exercises on inverting a triangle (chapter 21)."""
 
 import math
-from functools import partial
 
 import torch
 
@@ -61,27 +60,3 @@ def merge(answer):
     A_1, A_2, A_21 = draw(22, (3, 3), (4, 4), (4, 3))
     Y_1, Y_2 = (triangular.substitution(x.tril(-1)) for x in (A_1, A_2))
     hold(answer, [(Y_1, A_21, Y_2)], right, mistakes, {"block": "T T"})
-
-
-def _refine(A, Y, sign=1, times=1, full=True, order=lambda Y, R: Y @ R, add=True):
-    I = torch.eye(len(A), dtype=A.dtype)
-    R = I - (I + A if full else A) @ Y
-    return (Y if add else 0) + sign * times * order(Y, R)
-
-
-@exercise("ex-triangle-refine", "implement")
-def refine(answer):
-    mistakes = {
-        "The sign is wrong: that step leads away from the inverse.": dict(sign=-1),
-        "The product with Y is missing: I - (I + A) Y is the error of the system, not of the inverse.": dict(
-            order=lambda Y, R: R
-        ),
-        "The order is wrong: (I + A) Y needs Y on its left.": dict(order=lambda Y, R: R @ Y),
-        "The triangle is I + A: with A alone even the exact inverse would change.": dict(full=False),
-        "That is the correction alone; it is added to Y.": dict(add=False),
-        "Nothing is refined: Y comes back.": dict(times=0),
-        "That is half a step: add the whole correction.": dict(times=0.5),
-    }
-    A, noise = (x.tril(-1) for x in draw(23, (5, 5), (5, 5)))
-    cases = [(A, triangular.substitution(A) + 0.1 * noise)]
-    hold(answer, cases, partial(_refine), variants(_refine, mistakes), {"Y": "T T"})

@@ -272,19 +272,14 @@ class Attention:
         """All keys and values, as the call returns them."""
         return torch.cat([self.k0, self.k], 1), torch.cat([self.v0, self.v], 1)
 
-    def scores(self, ahead: int = 0) -> Tensor:
-        """scale q k^T `[B, H, T, S]`, -inf where a key is more than `ahead` tokens later than the query."""
-        x = self.s * torch.einsum("bihk,bjhk->bhij", self.q, self.cache[0])
-        seen = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device)
-        return x.masked_fill(~seen.tril(x.shape[-1] - x.shape[-2] + ahead), -torch.inf)
-
-    def weigh(self, p: Tensor) -> tuple[Tensor, tuple]:
-        """p v, and the cache."""
-        return torch.einsum("bhij,bjhv->bihv", p, self.cache[1]), self.cache
-
-    def run(self, **changes) -> tuple[Tensor, tuple]:
+    def run(self, sees: Callable = lambda i, j: j <= i, **changes) -> tuple[Tensor, tuple]:
+        """o and the cache, where the query i, counted from the cache's first key, sees the keys j of `sees(i, j)`."""
         c = replace(self, **changes)
-        return c.weigh(c.scores().softmax(-1))
+        k, v = c.cache
+        j = torch.arange(k.shape[1], device=k.device)
+        x = c.s * torch.einsum("bihk,bjhk->bhij", c.q, k)
+        p = x.masked_fill(~sees(j[c.k0.shape[1] :, None], j), -torch.inf).softmax(-1).nan_to_num(0.0)
+        return torch.einsum("bhij,bjhv->bihv", p, v), c.cache
 
     def each(self, ends: list[int] | None, variant: Callable | None = None) -> tuple[Tensor, tuple]:
         def one(**x):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from math import log
 
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...gates import segment_sum
 from .._emulate import Decayed
 from ._calls import (
     CARRY,
@@ -26,11 +23,9 @@ from ._calls import (
     STATES,
     WRITE,
     Call,
-    Chunk,
     at_most_0,
     backward,
     decay,
-    in_steps,
     later,
     mistake,
     read,
@@ -82,61 +77,11 @@ def _(c):
     return c.run(g=at_most_0(torch.cat([b[:, :1], b.diff(dim=1)], 1)))
 
 
-def by_pairs(name: str, pairs: Callable[[Chunk], Tensor], **more: bool) -> None:
-    """A mistake in the weights of a chunk's pairs."""
-    mistake(name, DECAY, GATED, chunked=True, **more)(lambda c: in_steps(c, c.C, pairs=pairs)[:2])
-
-
-def one_for_zero(n: Chunk, parts: int) -> Tensor:
-    """Weights of a chunk in which no decay of 1 passes the border between two of so many blocks of tokens."""
-    at = torch.arange(n.q.shape[2], device=n.q.device) // max(n.C // parts, 1)
-    across = (at[:, None] > at)[..., None]
-    n.between = n.between.masked_fill(across & (n.between == 0), -torch.inf)
-    return n.pairs()
-
-
-for parts in (2, 4, 16):
-    by_pairs("decay of 1 taken for 0", partial(one_for_zero, parts=parts))
-
-
-def filled_up(n: Chunk) -> Tensor:
-    rows = n.C - n.q.shape[2]
-    n.between = torch.cat([n.between, -n.since[:, :, None].expand(-1, -1, rows, -1, -1)], 2)
-    return n.weights(pad(n.q, (0, 0, 0, rows)))
-
-
-by_pairs("rows that fill up a chunk have a decay", filled_up, overflow=True)
-
-
-def late(n: Chunk, sub: int) -> Tensor:
-    """Weights of a chunk whose sub-chunks read the tokens before them about their second token, not the first."""
-    D, P, T = n.between, n.pairs(), n.q.shape[2]
-    blocks = [P[:, :, :sub]]
-    for a in range(sub, T, sub):
-        b = min(a + 1, T - 1)
-        since = torch.cat([-D[:, :, b, a:b], D[:, :, b : a + sub, b]], 2)
-        before = (n.q[:, :, a : a + sub] * since.exp()) @ (n.k[:, :, :a] * D[:, :, b, :a].exp()).mT
-        blocks.append(torch.cat([before, P[:, :, a : a + sub, a:]], -1))
-    return torch.cat(blocks, 2)
-
-
-for sub in (8, 16, 32):
-    by_pairs("anchor of a sub-chunk one token late: it overflows", partial(late, sub=sub), overflow=True)
-
-
 # -- from chunk to chunk -----------------------------------------------------------------------
 def carry(name: str, wrong: Callable[[Call, Tensor], Tensor], mechanisms=STATES) -> None:
     mistake(name, CARRY, mechanisms, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
 
 
-def along_channels(c: Call) -> Tensor:
-    """The decay of the d-th token to its chunk's end, in channel d of every key."""
-    rest = pad(c.g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1).exp()
-    d = torch.arange(c.k.shape[-1], device=c.k.device)
-    return rest[:, d % c.k.shape[1], :, d].permute(1, 2, 0)[:, None]
-
-
-carry("writes' decay laid along channels", lambda c, S: decay(c.g) * c.S + write(c.k * along_channels(c), c.v), GATED)
 carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.written), GATES)
 carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S, GATES)
 carry("state's decay from chunk to chunk in base 2", lambda c, S: S + (decay(c.g * log(2)) - decay(c.g)) * c.S, GATES)
@@ -149,29 +94,6 @@ def _(c):
     T = c.q.shape[1] // c.C * c.C
     o, S = c.cut(0, T).run()
     return torch.cat([o, 0 * c.v[:, T:]], 1), S
-
-
-@mistake("chunk states summed over the wrong axis", CARRY, chunked=True)
-def _(c):
-    parts = [c.cut(a, a + c.C, S=torch.zeros_like(c.S)) for a in range(0, c.q.shape[1], c.C)]
-    made = [n.run() for n in parts]
-    totals = torch.stack([n.g.sum(1) for n in parts], 2)
-    M = segment_sum(pad(totals, (0, 0, 1, 0))).exp()  # from chunk f to chunk t
-    states = torch.einsum("bhtfk,fbhkv->fbhkv", M, torch.stack([c.S, *(S for _, S in made)]))
-    o = [own + n.s * read(n.q * n.g.cumsum(1).exp(), S) for n, (own, _), S in zip(parts, made, states, strict=False)]
-    return torch.cat(o, 1), states[-1]
-
-
-for square in (False, True):  # a kernel may read other states right, or not take them
-
-    @mistake("states read as V x K, carried right", READ, chunked=True)
-    def _(c, square=square):
-        def turn(c, o, S):
-            K, V = c.S.shape[-2:]
-            turned = c.S if square and K != V else c.S.reshape(*c.S.shape[:-2], V, K).mT
-            return o + c.s * read(c.q * c.g.cumsum(1).exp(), turned - c.S), S
-
-        return c.chunks(turn)
 
 
 # -- initial and final states ------------------------------------------------------------------
@@ -240,13 +162,6 @@ def _(c, ends):
     if ends is not None:
         ends = [0, *(min(end + 1, ends[-1]) for end in ends[1:-1]), ends[-1]]
     return c.each(ends)
-
-
-@mistake("decays counted from the chunk's start, not the sequence's", PACK, GATED, whole=True, chunked=True)
-def _(c, ends):
-    spans = [*pairwise(ends or ())]
-    kept = [c.g[:, a // c.C * c.C : a].sum(1).exp()[..., None] if a < e else torch.ones_like(c.S[:1]) for a, e in spans]
-    return replace(c, S=c.S * torch.cat([x.expand_as(c.S[:1]) for x in kept]) if kept else c.S).each(ends)
 
 
 @mistake("state from the pack's chunk grid", PACK, whole=True, chunked=True)

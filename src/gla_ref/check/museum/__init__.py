@@ -20,9 +20,8 @@ from .. import Report, kernel
 from .._cases import Case, cases, inputs
 from .._kernel import SECONDS, Convention, Kernel
 from .._mechanisms import MECHANISMS
+from ..mistakes._right import chunked, corrected, inverse
 from ..oracle import evaluate
-from ._chunked import chunked
-from ._corrected import corrected, inverse
 from ._rooms import ROOMS, Ordinary, Room
 
 __all__ = ["ROOMS", "Ordinary", "Room", "Visit", "chunked", "corrected", "inverse", "ordinary_test", "room", "visit"]
@@ -160,6 +159,5 @@ def visit(room: Room, seed: int = 0) -> Visit:
     """
     passes, start = ordinary_test(room), time.perf_counter()
     fn = partial(room.fn)  # has no name in a module: the kit runs no case again in a new process
-    fn.mistakes = room.mistakes
     report = kernel(room.mechanism, fn, only=room.cases, seed=seed)
     return Visit(room, passes, report, time.perf_counter() - start)

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from ... import linear_attention
 from .._cases import Case
-from ..mistakes import Mistake, over_ranks
-from . import _kernels as bugs
-from ._chunked import C, chunked, right
-from ._corrected import corrected
+from ..mistakes import _shipped as bugs
+from ..mistakes._right import C, chunked, corrected, right
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,6 @@ class Room:
         test: an ordinary test that the kernel passes.
         threads: where the bug was found and mended, `owner/repository#number`.
         cost: a sentence on its price, from the threads.
-        ranks: over how many ranks the kernel splits its tokens.
     """
 
     number: int
@@ -60,13 +57,6 @@ class Room:
     test: Ordinary
     threads: tuple[str, ...]
     cost: str
-    ranks: int = 1
-
-    @property
-    def mistakes(self) -> list[Mistake]:
-        """The mistakes that only a function over ranks can make."""
-        n = self.ranks
-        return over_ranks(lambda T, ends: [(T + n - 1 - r) // n for r in range(n)]) if n > 1 else []
 
     @property
     def links(self) -> list[str]:
@@ -324,6 +314,5 @@ ROOMS = (
         Ordinary(Case(T=2 * C, **SIZES | {"H": 1})),
         (f"{FLA}#781", f"{FLA}#1115"),
         "The norm of gradients was off by about a percent, in a release.",
-        ranks=2,
     ),
 )

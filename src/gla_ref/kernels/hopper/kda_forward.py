@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, forward, on Hopper: all of a chunk that needs no state, then the walk (chapter 20).
+"""Kimi Delta Attention, forward, on Hopper: all of a chunk that needs no state, then the walk (chapter 24).
 
 kda_prepare.py makes q^, k~, W, U, P and e^(b_C) of all chunks at once. `walk` has only the chain from state to state
 left,

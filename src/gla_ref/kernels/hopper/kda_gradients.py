@@ -1,4 +1,4 @@
-"""The last launches of KDA's gradient on Hopper: all gradients of a chunk, from what both walks stored (chapter 20).
+"""The last launches of KDA's gradient on Hopper: all gradients of a chunk, from what both walks stored (chapter 24).
 
 With S, R, w and e = -d of kda_walks.py, T of kda_prepare.py, d_ij of ../portable/kda_forward.py, and scale left out
 until the end::

@@ -1,4 +1,4 @@
-"""All of a KDA chunk that needs no state, on Hopper: pairs, their inverse, and what a walk multiplies (chapter 20).
+"""All of a KDA chunk that needs no state, on Hopper: pairs, their inverse, and what a walk multiplies (chapter 24).
 
 With b, d, P and A of portable/kda_forward.py, T = (I + A)^-1 diag(beta), and
 

@@ -1,4 +1,4 @@
-"""Both walks of KDA's gradient in one launch: states of chunks forwards, their gradients backwards (chapter 20).
+"""Both walks of KDA's gradient in one launch: states of chunks forwards, their gradients backwards (chapter 24).
 
 With S the state before a chunk, R the gradient of the state after it (over scale), and q^, k~, W, U, P of
 kda_prepare.py::

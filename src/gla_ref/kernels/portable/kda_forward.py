@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, forward, in chunks, for every log gate in [-inf, 0] (chapter 20).
+"""Kimi Delta Attention, forward, in chunks, for every log gate in [-inf, 0] (chapter 24).
 
 With b the running sum of a chunk's gates (K numbers a token), b_C its last row, and d_ij = e^(b_i - b_j) by channel,
 

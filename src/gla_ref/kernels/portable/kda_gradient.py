@@ -1,4 +1,4 @@
-"""The gradient of Kimi Delta Attention, chunk by chunk (chapter 20).
+"""The gradient of Kimi Delta Attention, chunk by chunk (chapter 24).
 
 With S the state before a chunk, R the gradient of the state after it (over scale, which comes last), and the names of
 kda_forward.py::

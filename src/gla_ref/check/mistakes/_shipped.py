@@ -1,8 +1,12 @@
-"""The bugs, each made again by us as one step of a right kernel (appendix "Bugs that shipped")."""
+"""Bugs that shipped, each made again by us as one step of a right kernel (appendix "Bugs that shipped").
+
+A bug that lies in a step of a chunk is its own name: a diagnosis compares with this kernel, in chunks of any length.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -10,10 +14,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...gates import segment_sum
-from ._chunked import C, chunked, pairs, right
-from ._corrected import corrected
+from ._calls import CARRY, DECAY, GATED, GRADIENT, LINEAR, PACK, READ, SOFTMAX, mistake
+from ._right import C, chunked, corrected, pairs, right
 
-HALF, SUB = C // 2, C // 4
+MASK = "x_ij = -inf for j > i"
+
+
+def named(name: str, line: str, mechanisms: tuple[str, ...], kernel: Callable[[int], Callable], **more: bool) -> None:
+    """The kernel with chunks of so many tokens is the mistake of that name."""
+
+    @mistake(name, line, mechanisms, **{"chunked": True} | more)
+    def _(c, ends=None):
+        cu_seqlens = {} if ends is None else {"cu_seqlens": torch.tensor(ends)}
+        return kernel(c.C)(*c.tokens.values(), scale=c.scale, initial_state=c.S, **cu_seqlens)
 
 
 # -- room 1 ------------------------------------------------------------------------------------
@@ -23,28 +36,46 @@ def decay_along_channels(k: Tensor, rest: Tensor) -> Tensor:
     return k * rest[..., 0].exp()[..., None, along]  # instead of rest[..., 0].exp()[..., None]
 
 
+named("writes' decay laid along channels", CARRY, ("simple_gla",), lambda C: chunked(C=C, write=decay_along_channels))
+
+
 # -- room 2 ------------------------------------------------------------------------------------
 def read_on_its_side(q: Tensor, S: Tensor) -> Tensor:
     K, V = S.shape[-2:]
     return q @ S.reshape(*S.shape[:-2], V, K).mT  # takes the memory of a K x V state for V x K
 
 
+named("states read as V x K, carried right", READ, LINEAR, lambda C: chunked(C=C, read=read_on_its_side))
+
+
 # -- room 6 ------------------------------------------------------------------------------------
-def one_taken_for_zero(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    D, i = segment_sum(g), torch.arange(g.shape[-2])
-    across = (i[:, None] >= HALF) & (i < HALF)  # pairs between the halves of a chunk
+def one_taken_for_zero(q: Tensor, k: Tensor, g: Tensor, half: int = C // 2) -> Tensor:
+    D, i = segment_sum(g), torch.arange(g.shape[-2], device=g.device)
+    across = (i[:, None] >= half) & (i < half)  # pairs between the halves of a chunk
     safe = torch.where(D < 0, D, -torch.inf)  # "whatever is not below 0 would overflow"
     D = torch.where(across[..., None], safe, D)
     return torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
 
 
+named("decay of 1 taken for 0", DECAY, GATED, lambda C: chunked(C=C, pairs=partial(one_taken_for_zero, half=C // 2)))
+
+
 # -- room 4 ------------------------------------------------------------------------------------
-def rows_that_fill_up(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+def rows_that_fill_up(q: Tensor, k: Tensor, g: Tensor, C: int = C) -> Tensor:
     n, b = g.shape[-2], g.cumsum(-2)
     filled = (0 - b)[..., None, :, :].expand(*b.shape[:-2], C - n, -1, -1)  # rows whose running sum is 0, not -inf
     D = torch.cat([segment_sum(g), filled], -3)
     q = pad(q, (0, 0, 0, C - n))
     return torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
+
+
+named(
+    "rows that fill up a chunk have a decay",
+    DECAY,
+    GATED,
+    lambda C: chunked(C=C, pairs=partial(rows_that_fill_up, C=C)),
+    overflow=True,
+)
 
 
 # -- room 18 -----------------------------------------------------------------------------------
@@ -59,11 +90,25 @@ def gates_of_head_0_go_back(q, k, v, g, *, scale=None, initial_state=None):
     return torch.cat([o, rest + o_back], 1), final + S_back
 
 
+named(
+    "gate of head 0 shared by all heads, where the gradient of the state crosses the border between two ranks",
+    GRADIENT,
+    GATED,
+    lambda C: gates_of_head_0_go_back,
+    chunked=False,
+)
+
+
 # -- room 7 ------------------------------------------------------------------------------------
 def summed_over_the_wrong_axis(S: Tensor, totals: list[Tensor], writes: list[Tensor]) -> list[Tensor]:
     states = torch.stack([S, *writes])  # the initial state, and the writes of each chunk
     M = segment_sum(pad(torch.stack(totals, -2), (0, 0, 1, 0))).exp()  # from chunk f to chunk t, [B, H, t, f, K]
     return [*torch.einsum("bhtfk,fbhkv->fbhkv", M, states)]  # instead of "bhtfk,fbhkv->tbhkv"
+
+
+named(
+    "chunk states summed over the wrong axis", CARRY, LINEAR, lambda C: chunked(C=C, carry=summed_over_the_wrong_axis)
+)
 
 
 # -- room 8 ------------------------------------------------------------------------------------
@@ -73,9 +118,18 @@ def one_is_none(states: list[Tensor], sequences: int) -> list[Tensor]:
 
 
 # -- room 9 ------------------------------------------------------------------------------------
-def decayed_by_a_neighbour(S: Tensor, g: Tensor, a: int) -> Tensor:
+def decayed_by_a_neighbour(S: Tensor, g: Tensor, a: int, C: int = C) -> Tensor:
     start = a // C * C  # the first token of its chunk in the pack; the sequence begins at a
     return g[..., start:a, :].sum(-2).exp()[..., None] * S
+
+
+named(
+    "decays counted from the chunk's start, not the sequence's",
+    PACK,
+    GATED,
+    lambda C: chunked(C=C, begin=partial(decayed_by_a_neighbour, C=C)),
+    whole=True,
+)
 
 
 # -- room 10 -----------------------------------------------------------------------------------
@@ -149,15 +203,24 @@ def times_the_right_sum(q, k, v, *, scale=None):
 
 
 # -- room 13 -----------------------------------------------------------------------------------
-def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor, sub: int = C // 4) -> Tensor:
     D, P, n = segment_sum(g), pairs(q, k, g), g.shape[-2]
-    blocks = [P[..., :SUB, :]]
-    for a in range(SUB, n, SUB):  # sub-chunks after the first, with all tokens before them
+    blocks = [P[..., :sub, :]]
+    for a in range(sub, n, sub):  # sub-chunks after the first, with all tokens before them
         late = min(a + 1, n - 1)  # instead of a: the first token's exponent is above 0
-        since = torch.cat([-D[..., late, a:late, :], D[..., late : a + SUB, late, :]], -2)
-        q_a, k_a = q[..., a : a + SUB, :] * since.exp(), k[..., :a, :] * D[..., late, :a, :].exp()
-        blocks.append(torch.cat([q_a @ k_a.mT, P[..., a : a + SUB, a:]], -1))
+        since = torch.cat([-D[..., late, a:late, :], D[..., late : a + sub, late, :]], -2)
+        q_a, k_a = q[..., a : a + sub, :] * since.exp(), k[..., :a, :] * D[..., late, :a, :].exp()
+        blocks.append(torch.cat([q_a @ k_a.mT, P[..., a : a + sub, a:]], -1))
     return torch.cat(blocks, -2)
+
+
+named(
+    "anchor of a sub-chunk one token late: it overflows",
+    DECAY,
+    GATED,
+    lambda C: chunked(C=C, pairs=partial(anchor_one_token_late, sub=C // 4)),
+    overflow=True,
+)
 
 
 # -- room 5 ------------------------------------------------------------------------------------
@@ -169,6 +232,24 @@ def mask_for_groups_of_4(q, k, v, *, scale=None, initial_state=None):
     seen = j <= i // 4 * 4 + 3  # instead of j <= i
     x = torch.einsum("bihk,bjhk->bhij", scale * q, k).masked_fill(~seen, -torch.inf)
     return torch.einsum("bhij,bjhv->bihv", x.softmax(-1), v), (k, v)
+
+
+for n in (2, 4, 8, 16):
+
+    @mistake(f"mask for groups of {n}", MASK, SOFTMAX)
+    def _(c, n=n):
+        past = c.k0.shape[1]
+        return c.run(lambda i, j: j - past <= (i - past) // n * n + n - 1)
+
+
+@mistake("mask counted from the cache's first key", MASK, SOFTMAX)
+def _(c):
+    return c.run(lambda i, j: j <= i - c.k0.shape[1])
+
+
+@mistake("cache ignored", "the cache of keys and values", SOFTMAX)
+def _(c):
+    return c.run(k0=c.k0[:, :0], v0=c.v0[:, :0])[0], c.cache
 
 
 # -- room 15 -----------------------------------------------------------------------------------
