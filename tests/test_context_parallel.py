@@ -12,11 +12,11 @@ import played_gluon
 import pytest
 import torch
 from cases import DELTA, F64, LINEAR, error, inputs, meta_tokens, thin
-from delta_problems import MILD
-from delta_problems import problem as delta_problem
 from harness import BF16, CUDA, F32, HERE, anywhere, budgets, compare
 from harness import results as kernel_results
 from played_gluon import on_hopper, played_here
+from problems import MILD
+from problems import problem as delta_problem
 from ranks import SHORT, Pool
 from torch import distributed as dist
 
