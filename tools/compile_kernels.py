@@ -177,7 +177,7 @@ def compiled(launch: Launch, arch: int) -> dict:
         "shared": kernel.metadata.shared,
         "broken": broken(kernel.asm["ttgir"])
         + unmet(kernel.asm["ptx"])
-        + barriers.unkept(kernel.asm["ttgir"], arch, kernel.asm["ptx"])
+        + barriers.unkept(kernel.asm["ttgir"])
         + [f"reads a uniform register that nothing has set: {text}" for text in sass.unset(kernel.asm["cubin"])],
     }
 
