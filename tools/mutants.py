@@ -15,12 +15,11 @@ from gla_ref.check import mistakes
 BREAK = ("simple_gla.parallel", "gla.parallel")  # wrong for strong gates, on purpose
 
 
-def score(mechanism: str, dtype: torch.dtype, progress=lambda *at: None, **options) -> dict:
+def score(mechanism: str, dtype: torch.dtype, **options) -> dict:
     """Every mistake once; the kit sees tensors only."""
     known = mistakes.known(mechanism, dtype)
     escaped, unnamed = [], []
-    for i, m in enumerate(known):
-        progress(i, len(known), m.name)
+    for m in known:
         report = check.kernel(mechanism, mistakes.apply(mechanism, m), dtype=dtype, **options)
         named = [match["mistake"] for match in report.diagnosis]
         escaped += [] if report.failures else [m.name]
