@@ -1,6 +1,4 @@
-"""What the check kit says of kernels that are wrong in one term, one pass, one rounding or by an earlier call."""
-
-from functools import partial
+"""What the check kit says of kernels that are wrong in one term, one pass or one rounding."""
 
 import fresh_kernels
 import pytest
@@ -16,10 +14,6 @@ def scaled_twice(q, k, v, g, *, scale=None, **named):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, S = gla.chunkwise(q, k, v, g, scale=scale, **named)
     return scale * o, S
-
-
-def with_old_gates(kept, q, k, v, g, **named):
-    return gla.chunkwise(q, k, v, kept.setdefault(g.shape, g.detach()), **named)
 
 
 def backwards(wrong):
@@ -52,7 +46,6 @@ def ignoring_dS(*tokens, **named):
 
 PROBED = {  # a name, the kernel that gets it, and the cases that tell
     "o with scale twice": (scaled_twice, "length *5"),
-    "gates of an earlier call of the same sizes": (partial(with_old_gates, {}), "gate -[02i]*[02f]"),
     "products in TF32": (by_hand(lambda x, y: ten_bits(x) @ ten_bits(y)), "length 145"),
     "operands of products in bfloat16": (
         by_hand(lambda x, y: x.bfloat16().float() @ y.bfloat16().float()),
@@ -64,7 +57,7 @@ PROBED = {  # a name, the kernel that gets it, and the cases that tell
 
 
 @pytest.mark.parametrize("name", thin(PROBED, "o with scale twice"))
-def test_a_term_and_an_earlier_call_are_named(name):
+def test_a_term_is_named(name):
     fn, only = PROBED[name]
     report = check.kernel("gla", fn, only=only)
     assert any(match["mistake"].startswith(name) for match in report.diagnosis), str(report)
