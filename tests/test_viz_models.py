@@ -93,6 +93,7 @@ def test_weights_of_the_parts_are_those_of_the_layer():
     named = dict(block.attn.named_parameters())
     own["q, k, v"] = sum(p.numel() for name, p in named.items() if name[:6] in ("q_proj", "k_proj", "v_proj"))
     own["convolution"] = sum(p.numel() for name, p in named.items() if "conv1d" in name)
+    assert f">{config.gate_rank}</text>" in gla_block.DRAWN["forget gate"]
     assert own | {"recurrence": 0} == {name: gla_block.weights(name) for name in gla_block.PARTS}
     without, having = (row[0].readout for row in gla_block.gla_block().frames)
     total = sum(p.numel() for p in block.attn.parameters())

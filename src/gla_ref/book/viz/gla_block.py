@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from html import escape
+import re
+from pathlib import Path
 
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import arrow, circle, part, path, rect, text
+from ._svg import circle, part
 
 __all__ = ["PARTS", "gla_block", "weights"]
 
@@ -29,137 +30,19 @@ def weights(name: str, w: int = WIDTH_OF_MODEL, H: int = HEADS) -> int:
     }[name]
 
 
-Q, K, V, G, R, STREAM = 44, 116, 188, 262, 336, 388  # the columns
-READS, MIDDLE = 116, 153  # values that are read leave the recurrence in this column
-ROWS = {"x": 16, "norm": 50, "W": 92, "conv": 132, "log": 172, "S": 216, "heads": 282, "times": 318, "back": 354}
-BOTTOM = 396
-KINDS = {
-    "input": "sky",
-    "q, k, v": "grey",
-    "convolution": "pale-grey",
-    "forget gate": "pink",
-    "recurrence": "pale-blue",
-    "norm": "sky",
-    "output gate": "orange",
-    "output": "grey",
-}
-
-
-def _box(x: float, y: float, wide: float, kind: str, label: str, below: str = "", high: float = 26) -> str:
-    """A box with a name; `below` is set lower and smaller, like an index."""
-    index = f'<tspan dy="3" font-size="10">{below}</tspan>' if below else ""
-    name = f'<text class="on" x="{x:g}" y="{y:g}">{escape(label)}{index}</text>'
-    return rect(x - wide / 2, y - high / 2, wide, high, f"{kind} edge") + name
-
-
-def _down(x: float, start: float, end: float) -> str:
-    return arrow((x, start), (x, end))
-
-
-def _input() -> str:
-    y, stream = ROWS["x"], path([(MIDDLE, ROWS["x"] + 10), (MIDDLE, 30), (STREAM, 30), (STREAM, BOTTOM - 8)], "line")
-    below = ROWS["norm"] + 13
-    fan = path([(Q, below + 8), (R, below + 8)], "line") + "".join(
-        _down(x, below + 8, ROWS["W"] - 13) for x in (Q, K, V, G, R)
-    )
-    return (
-        text(MIDDLE, y, "one token's row x")
-        + stream
-        + _down(MIDDLE, 26, ROWS["norm"] - 13)
-        + _box(MIDDLE, ROWS["norm"], 62, KINDS["input"], "norm")
-        + path([(MIDDLE, below), (MIDDLE, below + 8)], "line")
-        + fan
-    )
-
-
-def _projections(short: bool) -> str:
-    end = ROWS["conv"] - 13 if short else ROWS["S"] - 22
-    return "".join(
-        _box(x, ROWS["W"], wide, KINDS["q, k, v"], "W", name)
-        + _down(x, ROWS["W"] + 13, end)
-        + ("" if short else text(x + 9, ROWS["log"], name.lower()))
-        for x, name, wide in ((Q, "Q", 32), (K, "K", 32), (V, "V", 60))
-    )
-
-
-def _convolution() -> str:
-    return "".join(
-        _box(x, ROWS["conv"], 60, KINDS["convolution"], "conv")
-        + _down(x, ROWS["conv"] + 13, ROWS["S"] - 22)
-        + text(x + 9, ROWS["log"], name)
-        for x, name in ((Q, "q"), (K, "k"), (V, "v"))
-    )
-
-
-def _forget() -> str:
-    return (
-        _box(G, ROWS["W"], 26, KINDS["forget gate"], "W", "1")
-        + _down(G, ROWS["W"] + 13, ROWS["conv"] - 9)
-        + text(G + 10, (ROWS["W"] + ROWS["conv"]) / 2 + 1, RANK, "start")
-        + _box(G, ROWS["conv"], 36, KINDS["forget gate"], "W", "2", high=18)
-        + _down(G, ROWS["conv"] + 9, ROWS["log"] - 13)
-        + _box(G, ROWS["log"], 66, KINDS["forget gate"], "ln σ / τ")
-        + _down(G, ROWS["log"] + 13, ROWS["S"] - 22)
-    )
-
-
-def _recurrence() -> str:
-    y = ROWS["S"]
-    return (
-        rect(16, y - 22, 280, 44, f"{KINDS['recurrence']} edge")
-        + text(MIDDLE, y - 9, "S ← α S + kᵀ v", "on")
-        + text(MIDDLE, y + 10, "o = q S", "on")
-        + arrow((1, y), (15, y))
-        + arrow((296, y), (316, y))
-        + text(307, y - 13, "S")
-        + _down(MIDDLE, y + 22, ROWS["heads"] - 13)
-        + text(MIDDLE + 8, y + 34, "o", "start")
-    )
-
-
-def _norm() -> str:
-    return _box(MIDDLE, ROWS["heads"], 152, KINDS["norm"], "norm of each head") + _down(
-        MIDDLE, ROWS["heads"] + 13, ROWS["times"] - 9
-    )
-
-
-def _gate() -> str:
-    y = ROWS["times"]
-    return (
-        _box(R, ROWS["W"], 60, KINDS["output gate"], "W", "R")
-        + _down(R, ROWS["W"] + 13, ROWS["log"] - 13)
-        + _box(R, ROWS["log"], 60, KINDS["output gate"], "swish")
-        + path([(R, ROWS["log"] + 13), (R, y)], "line")
-        + arrow((R, y), (MIDDLE + 9, y))
-        + text(R - 8, y - 12, "u", "end")
-        + circle(MIDDLE, y, 9, f"{KINDS['output gate']} edge")
-        + text(MIDDLE, y, "×", "on")
-    )
-
-
-def _output() -> str:
-    y = ROWS["back"]
-    return (
-        _down(MIDDLE, ROWS["times"] + 9, y - 13)
-        + _box(MIDDLE, y, 60, KINDS["output"], "W", "O")
-        + path([(MIDDLE, y + 13), (MIDDLE, BOTTOM)], "line")
-        + arrow((MIDDLE, BOTTOM), (STREAM - 8, BOTTOM))
-        + text(MIDDLE + 8, BOTTOM - 12, "y, added to x", "start")
-        + circle(STREAM, BOTTOM, 8, "white edge")
-        + text(STREAM, BOTTOM, "+", "on")
-    )
-
-
+HEIGHT = 410
+#: the drawing: a group of each part, and two ways of q, k and v, "with" and "without" short convolutions
+DRAWN = dict(re.findall(r'<g id="([^"]+)">(.*?)</g>', Path(__file__).with_suffix(".svg").read_text(), re.DOTALL))
 #: where a dot marks each part
 HERE = {
-    "input": (MIDDLE - 42, ROWS["norm"]),
-    "q, k, v": (Q - 27, ROWS["W"]),
-    "convolution": (7, ROWS["conv"]),
-    "forget gate": (G - 44, ROWS["log"]),
-    "recurrence": (8, ROWS["S"] - 18),
-    "norm": (MIDDLE - 87, ROWS["heads"]),
-    "output gate": (R + 40, ROWS["log"]),
-    "output": (MIDDLE - 42, ROWS["back"]),
+    "input": (111, 50),
+    "q, k, v": (17, 92),
+    "convolution": (7, 132),
+    "forget gate": (218, 172),
+    "recurrence": (8, 198),
+    "norm": (66, 282),
+    "output gate": (376, 172),
+    "output": (111, 354),
 }
 SAYS = {
     "input": "A norm in front of the layer. What enters it also runs past it, to the sum at the bottom.",
@@ -182,12 +65,11 @@ def _says(name: str, short: bool) -> str:
 
 def _picture(short: bool, now: int) -> list[str]:
     """The whole layer (`now` is 0), or the parts up to part `now` in full colours and later parts pale."""
-    draw = dict(zip(PARTS, (_input, None, _convolution, _forget, _recurrence, _norm, _gate, _output), strict=True))
     pieces = []
     for n, name in enumerate(PARTS, 1):
         if name == "convolution" and not short:
             continue
-        drawn = _projections(short) if name == "q, k, v" else draw[name]()
+        drawn = DRAWN[name] + (DRAWN["with" if short else "without"] if name == "q, k, v" else "")
         told = part(f"{name}: {_says(name, short)}", drawn, choose={1: n})
         pieces.append(f'<g class="faint">{told}</g>' if 0 < now < n else told)
     return [*pieces, circle(*HERE[PARTS[now - 1]], 5, "vermilion")] if now else pieces
@@ -220,7 +102,7 @@ def gla_block() -> Explorable:
             Slider("Part", ["all", *map(str, range(1, 1 + len(PARTS)))]),
         ),
         frames=frames,
-        height=BOTTOM + 14,
+        height=HEIGHT,
         start=(0, 0),
         legend=(
             Key("grey edge", "large matrices"),
