@@ -227,7 +227,7 @@ def test_right_answers_of_another_kind(label, answer):
     [
         ("ex-softmax-dominates", 3, "Expected a function, got int"),
         ("ex-softmax-dominates", lambda d, H: d * H, "T is 288 instead of 192 for the arguments 96, 3"),
-        ("ex-softmax-afterwards", [0.5, 0.5], "Expected a list of 4, got list of 2"),
+        ("ex-softmax-afterwards", [0.5, 0.5], "Expected a list of 4 numbers, got list of 2"),
         ("ex-softmax-order", [0, 1], "Expected some of 1, 2, 3, 4"),
         ("ex-softmax-order", 5, "as a list, got 5"),
         ("ex-softmax-cache", lambda q, k, v, *_: v[:2], "o: expected shape [4, 2], got [2, 2]"),
@@ -242,7 +242,7 @@ def test_right_answers_of_another_kind(label, answer):
         ("ex-gates-reset", [1, 2, 3, 4], "Expected a list of four lists"),
         ("ex-parallel-padding", dict(k=0), "Expected dict(k=..., v=..., g=...)"),
         ("ex-fuse-sum", "many", "Expected a number, got 'many'"),
-        ("ex-adaptive-level", [6, 32, 28], "Expected a list of three pairs"),
+        ("ex-adaptive-level", [6, 32, 28], "Expected a list of 6 numbers, got list of 3"),
         ("ex-gradients-stored", 3, "Expected a word"),
         ("ex-gradients-same", chunk_pairs(low=lambda low: lambda x: x), "Nothing is rounded"),
         ("ex-gradients-same", chunk_pairs(), "All pairs lie after token 1"),

@@ -91,9 +91,11 @@ def several(answer: Any, n: int, kind: str) -> list:
     """Return an answer's parts, a list of n (for n = 0 one alone); raise Wrong for another length, Open for `...`."""
     answer = answer.tolist() if hasattr(answer, "tolist") else answer
     many = isinstance(answer, (list, tuple))
+    if many:  # pairs of numbers count as their numbers
+        answer = [x for part in answer for x in (part if isinstance(part, (list, tuple)) else [part])]
     if many != bool(n) or (many and len(answer) != n):
         got = f"{type(answer).__name__} of {len(answer)}" if many else type(answer).__name__
-        raise Wrong(f"Expected {f'a list of {n}' if n else f'one {kind}'}, got {got}.")
+        raise Wrong(f"Expected {f'a list of {n} {kind}s' if n else f'one {kind}'}, got {got}.")
     parts = list(answer) if many else [answer]
     for x in parts:
         if x is ...:

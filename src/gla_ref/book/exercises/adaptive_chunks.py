@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from ...gates import segment_sum
-from . import Wrong, exercise
+from . import exercise
 from ._compare import draw, hold, variants
-from ._predict import Part, Question, ask, near, number, numbers, rules
+from ._predict import ask, numbers
 
 PAIRS = [(5, 6), (21, 37), (24, 31)]  # (j, i), counted from 0, in a chunk of 64
 
@@ -16,7 +16,7 @@ PAIRS = [(5, 6), (21, 37), (24, 31)]  # (j, i), counted from 0, in a chunk of 64
 @ask("ex-adaptive-level")
 def level():
     def where(level, border=lambda i, n: i >> n << n):
-        return [[n, border(i, n)] for n, i in ((level(j, i), i) for j, i in PAIRS)]
+        return [x for j, i in PAIRS for n in [level(j, i)] for x in (n, border(i, n))]
 
     def highest(j, i):
         return (i ^ j).bit_length() - 1
@@ -31,7 +31,7 @@ def level():
             "The levels are right; m is the second half's first token, not the first half's last.",
         ),
         (
-            [[n + 1, m] for n, m in where(highest)],
+            where(lambda j, i: highest(j, i) + 1, lambda i, n: i >> (n - 1) << (n - 1)),
             "The borders are right; levels count from 0, where a block has two tokens.",
         ),
         (
@@ -44,25 +44,9 @@ def level():
         ),
     ]
 
-    def read(answer):
-        lists = list, tuple
-        if not isinstance(answer, lists) or [len(x) if isinstance(x, lists) else 0 for x in answer] != [2, 2, 2]:
-            raise Wrong("Expected a list of three pairs (level, border), such as [(0, 6), ...].")
-        return [number(x) for pair in answer for x in pair]
-
-    def place(pairs):
-        return tuple(near(x) for pair in pairs for x in pair)
-
+    names = [f"{j} and {i}: {name}" for j, i in PAIRS for name in ("level", "border m")]
     hint = "The highest bit in which i and j differ is the level; m is i with all lower bits 0."
-    return Question(
-        [Part(f"{j} and {i}: {name}") for j, i in PAIRS for name in ("level", "border m")],
-        rules(
-            place(where(highest)),
-            [(place(wrong), why) for wrong, why in mistakes],
-            {2 * n: f"Answer {n + 1} of 3 is not right. {hint}" for n in range(3)},
-        ),
-        read,
-    )
+    return numbers(names, where(highest), mistakes, hint)
 
 
 @exercise("ex-adaptive-range", "derive")

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...kernels import find_device
 from ...rounding import error
 from . import Open, Wrong, exercise
-from ._compare import call, hold, variants
+from ._compare import call, draw, hold, variants
 from ._predict import choose, predict
 
 GUARD = 4096  # numbers before, between and after a kernel's tensors, which no program may touch
@@ -129,8 +129,7 @@ def kernel(answer, cases: Iterable[Launch], right: Callable, mistakes: dict[str,
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return draw(seed, shape)[0]
 
 
 predict(
