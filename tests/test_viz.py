@@ -8,9 +8,11 @@ import re
 import pytest
 import torch
 from cases import thin
-from pictures import EXPLORABLES, area, at, frames, rects, texts
+from matplotlib import pyplot
+from pictures import EXPLORABLES, at, frames, rects, texts
 
 from gla_ref import linear_attention, softmax
+from gla_ref.book.chunk_size import LENGTHS, MAPS, chunk_size
 from gla_ref.book.costs import cost
 from gla_ref.book.viz import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
 from gla_ref.book.viz._explorable import COLOURS
@@ -18,7 +20,6 @@ from gla_ref.book.viz._svg import part, rect
 from gla_ref.book.viz.attention_weights import DIRECTIONS, SCALES, attention_weights, query
 from gla_ref.book.viz.attention_weights import KEYS as ATTENTION_KEYS
 from gla_ref.book.viz.attention_weights import VALUES as ATTENTION_VALUES
-from gla_ref.book.viz.chunk_size import LENGTHS, chunk_size
 from gla_ref.book.viz.online_softmax import BAR, BASE, TILES, VALUES, WEIGHTS, online_softmax
 from gla_ref.book.viz.prefix_sum import KEYS, prefix_sum
 from gla_ref.book.viz.prefix_sum import VALUES as STATE_VALUES
@@ -237,19 +238,19 @@ def test_online_softmax_shows_the_statistics_of_the_keys_read(b):
 # -- chunk length (chapter 6) ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("C", LENGTHS)
-def test_chunk_size_shows_the_costs_and_who_meets_where(C):
-    frame = chunk_size().frames[LENGTHS.index(C)]
-    n = cost("linear_attention", "chunkwise", B=1, T=64, H=1, K=16, V=16, C=C)
-    shown = [int(number.replace(",", "")) for number in texts(frame, "strong")]
-    assert shown == [n.matmul_flops, n.steps, n.matmul_flops // n.steps, n.bytes, 2 * n.steps * n.state_bytes]
-    if C == 64:
-        whole = cost("linear_attention", "parallel", B=1, T=64, H=1, K=16, V=16)
-        assert (n.matmul_flops, n.steps) == (whole.matmul_flops, whole.steps)
-    outer = sum(i // C < t // C for t in range(64) for i in range(t + 1))
-    assert f"; {outer / (64 * 65 / 2):.0%} of the pairs" in frame.readout
-    (red,) = (p for p in frame.pieces if '<path class="pale-red"' in p)
-    assert abs(area(re.search("M.*Z", red)[0])) == 9 * outer  # a pair is a square of 3 by 3
+def test_chunk_size_shows_the_costs_and_who_meets_where(monkeypatch):
+    monkeypatch.setattr(pyplot, "show", lambda: None)
+    chunk_size()
+    *maps, costs = pyplot.gcf().axes
+    pyplot.close()
+    for C, ax in zip(MAPS, maps, strict=True):
+        through = [bar.get_width() for bar in ax.containers[1]]
+        assert through == [t // C * C for t in range(64)]
+    for C, *shown in zip(LENGTHS, *(line.get_ydata() for line in costs.lines), strict=True):
+        n = cost("linear_attention", "chunkwise", B=1, T=64, H=1, K=16, V=16, C=C)
+        assert shown == [n.matmul_flops, n.steps, n.matmul_flops // n.steps, n.bytes, 2 * n.steps * n.state_bytes]
+    whole = cost("linear_attention", "parallel", B=1, T=64, H=1, K=16, V=16)
+    assert (n.matmul_flops, n.steps) == (whole.matmul_flops, whole.steps)
 
 
 def test_chunk_size_tells_the_truth_in_its_notice():

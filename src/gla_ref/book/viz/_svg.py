@@ -54,12 +54,6 @@ def path(points: list[Point], kind: str, *, closed: bool = False) -> str:
     return f'<path class="{kind}" d="M{d}{"Z" if closed else ""}"/>'
 
 
-def comb(xs: list[float], top: float, bottom: float, kind: str) -> str:
-    """Vertical lines at every x."""
-    d = "".join(f"M{_n(x)} {_n(top)}V{_n(bottom)}" for x in xs)
-    return f'<path class="{kind}" d="{d}"/>'
-
-
 def part(words: str, *pieces: str, choose: dict[int, int] | None = None) -> str:
     """Pieces that show `words` when a reader points at them; a click sets controls, by their number, to values."""
     pairs = " ".join(f"{control}:{value}" for control, value in (choose or {}).items())
