@@ -53,6 +53,22 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", poison)
 
 
+@pytest.fixture
+def axes_of(monkeypatch):
+    """Calls a function that draws a chart, in the book's style; returns its axes."""
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "show", lambda: None)
+
+    def axes(draw, *args, **options):
+        draw(*args, **options)
+        return pyplot.gcf().axes
+
+    with pyplot.style.context("gla_ref.book.style"):
+        yield axes
+    pyplot.close("all")
+
+
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     """A folder with the texts of small experiments."""

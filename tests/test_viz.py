@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 from cases import thin
-from matplotlib import pyplot
 from pictures import EXPLORABLES, at, frames, rects, texts
 
 from gla_ref import linear_attention, softmax
@@ -238,11 +237,8 @@ def test_online_softmax_shows_the_statistics_of_the_keys_read(b):
 # -- chunk length (chapter 6) ------------------------------------------------------------------
 
 
-def test_chunk_size_shows_the_costs_and_who_meets_where(monkeypatch):
-    monkeypatch.setattr(pyplot, "show", lambda: None)
-    chunk_size()
-    *maps, costs = pyplot.gcf().axes
-    pyplot.close()
+def test_chunk_size_shows_the_costs_and_who_meets_where(axes_of):
+    *maps, costs = axes_of(chunk_size)
     for C, ax in zip(MAPS, maps, strict=True):
         through = [bar.get_width() for bar in ax.containers[1]]
         assert through == [t // C * C for t in range(64)]

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from matplotlib import pyplot
 from pictures import area, rects, texts
 
 from gla_ref import linear_attention, results
@@ -63,17 +62,14 @@ def test_the_best_way_is_the_one_that_the_rule_chooses(heads):
         assert length == chip.N // (chip.P // heads)
 
 
-def test_every_program_is_a_bar(monkeypatch):
-    monkeypatch.setattr(pyplot, "show", lambda: None)
-    chip.multiprocessors()
-    figure, order = pyplot.gcf(), itertools.product(chip.HEADS, chip.WAYS)
-    for (heads, way), ax in zip(order, figure.axes, strict=True):
+def test_every_program_is_a_bar(axes_of):
+    order = itertools.product(chip.HEADS, chip.WAYS)
+    for (heads, way), ax in zip(order, axes_of(chip.multiprocessors), strict=True):
         programs = chip.schedule(way, heads)
         assert [bar.get_x() for bar in ax.patches] == [x.start for x in programs]
         assert [bar.get_width() for bar in ax.patches] == pytest.approx([x.stop - x.start for x in programs])
         ends = (max(x.stop for x in chip.schedule(x, heads)) for x in (way, chip.WAYS[0]))
         assert ax.texts[0].get_text() == f"{next(ends) / next(ends):.2f}"
-    pyplot.close(figure)
 
 
 def test_the_answer_about_four_multiprocessors():
@@ -180,16 +176,14 @@ def test_work_lies_between_waits():
 WAITS = results.load("h200", kind="waits")
 
 
-def test_bars_are_as_long_as_the_record_says(monkeypatch):
-    monkeypatch.setattr(pyplot, "show", lambda: None)
-    timeline.waits_timeline(WAITS, B=8)
-    axes, records = pyplot.gcf().axes, [r for r in WAITS["waits"] if r["B"] == 8 and r["kernel"] != "gla"]
-    assert [ax.get_title() for ax in axes] == ["fused", "sequential", "two kernels: the walk"]
+def test_bars_are_as_long_as_the_record_says(axes_of):
+    axes = axes_of(timeline.waits_timeline, WAITS, B=8)
+    records = [r for r in WAITS["waits"] if r["B"] == 8 and r["kernel"] != "gla"]
+    assert [ax.get_title("left") for ax in axes] == ["fused", "sequential", "two kernels: the walk"]
     for ax in axes:
-        (record,) = (r for r in records if timeline.NAMES[r["kernel"]] == ax.get_title())
+        (record,) = (r for r in records if timeline.NAMES[r["kernel"]] == ax.get_title("left"))
         waited = sum(b - a for role in record["roles"] for chunk in role["chunks"] for a, b in chunk)
         drawn = sum(bar.get_width() for bar in ax.patches if bar.get_facecolor()[0] != float(timeline.WORKS))
         assert drawn == pytest.approx(waited / 1e3)
-    pyplot.close()
     with pytest.raises(ValueError, match="expected clocks of kernels at B = 2, got none"):
         timeline.waits_timeline(WAITS, B=2)
