@@ -22,7 +22,7 @@ LOST = mistakes.Mistake("dq left out", "", lambda c: c.run(q=c.q.detach() + 0 * 
 
 @pytest.mark.parametrize("mechanism, name, only", NAMED, ids=[x[1] for x in NAMED])
 def test_a_mistake_is_named(mechanism, name, only):
-    """`make mutants` holds every named mistake against the whole quick level."""
+    """The whole quick level is held against every named mistake in test_check_named.py."""
     m = next(m for m in (*mistakes.MISTAKES, LOST) if m.name == name and mechanism in m.mechanisms)
     report = check.kernel(mechanism, mistakes.apply(mechanism, m), only=only)
     assert report.failures and any(match["mistake"].startswith(name) for match in report.diagnosis), str(report)
