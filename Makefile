@@ -57,6 +57,9 @@ pdf: book ## print the whole book: _build/gated-linear-attention.pdf
 	$(PYTHON) tools/install_chromium.py
 	$(PYTHON) tools/make_pdf.py
 
+mutants: $(VENV) ## hold the check kit against every named mistake: all are caught, nine in ten named
+	$(PYTEST) -m deep tests/test_check_named.py
+
 nightly: $(VENV) ## run the parts that take long, or PART="deep kit", and record each; a part runs again when a file that it reads changed
 	$(PYTHON) tools/nightly.py $(PART)
 
@@ -99,5 +102,5 @@ clean: ## remove what was built (the virtual environment stays)
 	@touch $@
 
 .PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-changed compile-versions \
-  test-browser test-notebooks pdf bench notebooks serve lint lines clean
+  test-browser test-notebooks pdf mutants bench notebooks serve lint lines clean
 .DEFAULT_GOAL := help
