@@ -513,7 +513,7 @@ def test_a_sum_over_later_tokens_in_sixteen_bits_is_caught():
 
 
 def test_strides_are_those_of_the_own_order_of_axes():
-    """What is contiguous, and what is not, whatever the layout, is what the kernel sees."""
+    """What is contiguous, and what is not, is what the kernel sees, and the layout and the gates are its own."""
     seen = {}
 
     class Contiguous(torch.autograd.Function):
@@ -529,11 +529,11 @@ def test_strides_are_those_of_the_own_order_of_axes():
     def fn(q, k, v, g, *, initial_state=None):
         S = initial_state
         seen["forward"] = {x.is_contiguous() for x in (q, k, v, g, S)}
-        o, S = GATED(*(x.transpose(1, 2) for x in (q, k, v, g)), initial_state=S.mT)
+        o, S = GATED(*(x.transpose(1, 2) for x in (q, k, v, 0.6931471805599453 * g)), initial_state=S.mT)
         return Contiguous.apply(o.transpose(1, 2).contiguous(), S.mT.contiguous())
 
     for case, contiguous in (("square", True), ("strided", False)):
-        check.kernel("gla", fn, layout="bhtd", state="vk", only=case).raise_if_failed()
+        check.kernel("gla", fn, layout="bhtd", state="vk", gate="log2", only=case).raise_if_failed()
         assert seen == {"forward": {contiguous}, "backward": {contiguous}}
 
 

@@ -2,13 +2,10 @@
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from cases import SMALL_MODEL
+from cases import SMALL_MODEL, in_process
 from ranks import Pool
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -186,10 +183,8 @@ def test_softmax_is_refused(pool):
 
 def test_the_example_trains():
     """As its first line says; the curve of two ranks is that of one, but for rounding."""
-    script = Path(__file__).parents[1] / "benchmarks/split_training.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    options = "--size tiny --tokens 256 --steps 12 --short-conv".split()
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=True)
-    record = json.loads(done.stdout.splitlines()[-1])
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/split_training.py"
+    options = "--size tiny --tokens 256 --steps 12 --short-conv"
+    record = json.loads(in_process(*f"{command} {options}".split()).splitlines()[-1])
     assert record["ranks"] == 2 and record["curve"][-1] < record["curve"][0] - 0.2
     assert record["apart"] < 1e-4
