@@ -53,9 +53,9 @@ def made(mechanism, name, C=64):
     return mistakes.apply(mechanism, m, C)
 
 
-def some(mechanism, name, where):
+def some(mechanism, name, where, C=16):
     """A kernel that makes such a mistake where a call, or a part of its results, is of some kind."""
-    form, wrong = FORMS[mechanism]["chunkwise"], made(mechanism, name, 16)
+    form, wrong = FORMS[mechanism]["chunkwise"], made(mechanism, name, C)
 
     def fn(q, k, v, *gates, scale=None, initial_state=None, cu_seqlens=None):
         named = {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
@@ -113,8 +113,9 @@ def few_tokens(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
 def lost_by_difference(s, q, k, g):
     """Decays from j to i are differences of running sums; NaN becomes a decay to nothing."""
     b = g.cumsum(-2)
-    between = (b[..., :, None, :] - b[..., None, :, :]).nan_to_num(nan=-math.inf, neginf=-math.inf)
-    return fresh_kernels.weighted(q, k, between.clamp(max=0).exp()).tril()
+    later = torch.ones(b.shape[-2], b.shape[-2], dtype=torch.bool).triu(1)[..., None]
+    between = (b[..., :, None, :] - b[..., None, :, :]).masked_fill(later, -math.inf)
+    return fresh_kernels.weighted(q, k, between.nan_to_num(nan=-math.inf, neginf=-math.inf).exp())
 
 
 def cut_off(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -153,9 +154,11 @@ def without_the_rest(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None
         ]
         return tuple(torch.cat(x, dim) for x, dim in zip(zip(*made, strict=True), (1, 0), strict=True))
     T = q.shape[1]
+    if T == 0:
+        return v, initial_state
     whole = T // 64 * 64 or T
-    o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state)
-    return o, LINEAR(*(x[:, :whole] for x in (q, k, v)), scale=scale, initial_state=initial_state)[1] if T else S
+    o, _ = LINEAR(q, k, v, scale=scale, initial_state=initial_state)
+    return o, LINEAR(*(x[:, :whole] for x in (q, k, v)), scale=scale, initial_state=initial_state)[1]
 
 
 POOL = {}
@@ -274,7 +277,7 @@ class Told(NamedTuple):
     mechanism: str
     fn: Callable
     only: str | tuple[str, ...]
-    name: str | None = None  # how its names begin; "" where it gets none
+    name: str | None = None  # how one of its names begins; "" where it gets none
     said: tuple[str, ...] = ()
     fails: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
@@ -305,9 +308,9 @@ TOLD = {
     "wide values": somewhere(SIMPLE, UNDECAYED, wide, "[lw]*", f"{UNDECAYED}, only in columns 32 to", "right with 32"),
     "many heads": somewhere(NONE, STRICT, whole(lambda q, cu: q.shape[2] > 6), "[lm]*",
         "wrong from 7 heads on, right with 6"),
-    "many tokens and heads": somewhere(SIMPLE, SUMS, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192),
-        ("length 65", "many tokens and heads"),
-        "wrong from 1025 tokens on, right with 1024", "wrong from 8 heads on, right with 7"),
+    "many tokens and heads": Told(SIMPLE, some(SIMPLE, SUMS, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192), 64),
+        ("length 65", "many tokens and heads"), SUMS,
+        ("wrong from 1025 tokens on, right with 1024", "wrong from 8 heads on, right with 7")),
     # a term, a pass, a rounding, an earlier call
     TWICE: Told("gla", scaled_twice, "length *5", TWICE),
     OLD: Told("gla", partial(with_old_gates, {}), "gate -[02i]*[02f]", OLD),
@@ -391,7 +394,7 @@ def test_a_wrong_kernel_is_told(kernel):
     assert report.failures and {*it.fails} <= {*report.failing} and not {*it.passes} & {*report.failing}, str(report)
     assert {*it.passes} <= {*report.cases} and all(said in text for said in it.said), str(report)
     assert not any(words in line for words in it.unsaid for line in (*report.measured, *names)), str(report)
-    assert it.name is None or bool(names) == bool(it.name) and all(x.startswith(it.name) for x in names), str(report)
+    assert any(x.startswith(it.name) for x in names) if it.name else it.name is None or not names, str(report)
 
 
 @pytest.mark.deep
