@@ -180,10 +180,9 @@ class Descriptor:
         self.block_type = SimpleNamespace(shape=list(box.block), nbytes=bytes_)
 
     def overlap(self, at):
-        """(what of the tensor, what of the tile) a box at these coordinates is."""
-        b, h, t, d = map(int, at)
-        part = self.x[b, h, t : t + self.block_type.shape[2], d : d + self.block_type.shape[3]]
-        return part, (0, 0, slice(part.shape[0]), slice(part.shape[1]))
+        """(what of the tensor, what of the tile) a box at these coordinates is; nothing of what lies beyond."""
+        part = self.x[tuple(slice(int(i), int(i) + n) for i, n in zip(at, self.block_type.shape, strict=True))]
+        return part, tuple(map(slice, part.shape))
 
 
 class Sums:

@@ -8,10 +8,15 @@ import re
 import time
 from unittest import mock
 
+import played_gluon
 import pytest
 import torch
 from cases import DELTA, F64, LINEAR, error, inputs, meta_tokens, thin
-from harness import HERE, anywhere
+from harness import BF16, CUDA, F32, HERE, anywhere, budgets, compare
+from harness import results as kernel_results
+from played_gluon import on_hopper, played_here
+from problems import MILD
+from problems import problem as delta_problem
 from ranks import SHORT, Pool
 from torch import distributed as dist
 
@@ -477,6 +482,97 @@ def test_kernels_find_maps(mechanism):
     ):
         for a, b in zip((*right[0], right[1]), (*found[0], found[1]), strict=True):
             assert a.shape == b.shape and error(b.cpu(), a) < 1e-5
+
+
+def check_maps_on_hopper(mechanism, B, T, K, V, reads, kind=MILD):
+    """X is the state from zeros, M the state from the unit matrix with values of zero, the reads are that call's o."""
+    border = pytest.importorskip("gla_ref.kernels.portable.border")
+    from gla_ref.kernels.launch.hardware import CLASSES
+    from gla_ref.kernels.launch.plan import spec_of
+
+    options = {"kind": kind, "dtype": BF16, "gates": F32, "S": 0.0, "scale": 0.3}
+    x, of_X = delta_problem(mechanism, B, T, 1, K, V, **options)
+    unit = torch.eye(K, dtype=F64).expand(B, 2, K, K)
+    y = {n: None if a is None else a.to("cpu", F64) for n, a in x.items()} | {"S": unit, "dS": unit}
+    y["v"] = y["do"] = torch.zeros(B, T, 2, K, dtype=F64)
+    _, of_M = budgets(mechanism, y, {n: F32 if n in ("S", "dS", "g", "beta") else BF16 for n in y}, scale=0.3)
+    named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    if CUDA:
+        X, M, o, _ = border.written(*named.values(), scale=0.3, reads=reads)
+    else:
+        call = border.Written(*(spec_of(n, a) for n, a in named.items()), 0.3, reads)
+        plan = border.plan_written(CLASSES["sm_90"], call)
+        assert plan.name.startswith("hopper") and "carry" not in [x.name for x in plan.launches]
+        X, M, o, *_ = played_gluon.play(plan, {n: a for n, a in named.items() if a is not None})
+        X, M = X.split((V, K), -1) if M is None else (X, M)
+    compare({"S": X}, {"S": of_X["S"]})
+    compare({"S": M} | ({"o": o} if reads else {}), {n: of_M[n] for n in ("S", "o")})
+
+
+@played_here
+@pytest.mark.parametrize("mechanism", DELTA)
+@pytest.mark.parametrize("K, V, reads", [(64, 128, False), (128, 64, True)])
+def test_hopper_kernels_find_maps(mechanism, K, V, reads):
+    """The walks of the forward pass, played from their source."""
+    check_maps_on_hopper(mechanism, 1, 70, K, V, reads)
+
+
+@played_here
+def test_a_walk_on_hopper_goes_on_with_what_its_map_has_prepared():
+    from gla_ref.kernels import kda
+    from gla_ref.kernels.launch.hardware import CLASSES
+    from gla_ref.kernels.launch.plan import spec_of
+    from gla_ref.kernels.portable import border
+
+    x, judged = delta_problem("kda", 1, 70, 1, 128, 64, dtype=BF16, gates=F32, scale=0.3)
+    named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    plan = border.plan_written(CLASSES["sm_90"], border.Written(*(spec_of(n, a) for n, a in named.items()), 0.3, True))
+    made = played_gluon.play(plan, named)[3:-1]
+    named |= {"initial_state": x["S"]} | dict(zip(kda.Resumed._fields[6:12], made, strict=True))
+    plan = kda.plan_resumed(CLASSES["sm_90"], kda.Resumed(*(spec_of(n, a) for n, a in named.items()), 0.3))
+    assert [x.name for x in plan.launches] == ["walk"]
+    o, S, _ = played_gluon.play(plan, named)
+    compare({"o": o, "S": S}, {n: judged[n] for n in ("o", "S")})
+
+
+@on_hopper
+def test_a_walk_that_goes_on_gives_equal_bits():
+    """As `kda` that prepares its chunks itself: o, the final state and every gradient."""
+    from gla_ref.kernels import kda
+    from gla_ref.kernels.portable import border
+
+    x, _ = delta_problem("kda", 2, 330, 2, 128, 128, dtype=BF16, gates=F32, scale=0.3, kind="mild and strong chunks")
+
+    def resumed(*tokens, initial_state, cu_seqlens):
+        *_, made = border.written(*(y.detach() for y in tokens), scale=0.3, reads=True)
+        assert len(made) == 6
+        return kda.Resume.apply(*tokens, initial_state, *made, 0.3)
+
+    right = kernel_results(functools.partial(kda.kda, scale=0.3, path="fused", kernel="hopper"), x)
+    found = kernel_results(resumed, x)
+    assert found.keys() == right.keys() and all(torch.equal(y, right[n]) for n, y in found.items())
+
+
+@on_hopper
+@pytest.mark.parametrize("mechanism", DELTA)
+def test_hopper_kernels_find_maps_on_a_gpu(mechanism):
+    for T, K in ((1, 128), (330, 64)):
+        check_maps_on_hopper(mechanism, 2, T, K, 128, True)
+    for reads in (False, True):
+        check_maps_on_hopper(mechanism, 1, 330, 128, 128, reads, kind="mild and strong chunks")
+
+
+@on_hopper
+@pytest.mark.parametrize("ends", [None, (0, 70, 70, 200, 330)])
+def test_one_hopper_gpu_alone(ends):
+    """Its walk goes on with what its map has prepared, unless the map sees zeros for some sequences' tokens."""
+    dist.init_process_group("nccl" if CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, judged = delta_problem("kda", 1, 330, 1, 128, 128, dtype=BF16, gates=F32, ends=ends)
+        found = kernel_results(context_parallel.kda, x, ends)
+        compare(found, {n: judged[n] for n in found})
+    finally:
+        dist.destroy_process_group()
 
 
 @anywhere

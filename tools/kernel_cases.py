@@ -44,7 +44,8 @@ def borders(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
     """The maps of a piece, with and without its reads; of a decay, both ways, and the message of eight segments."""
     q, k, v, g, beta = (spec_of(n, given.get(n)) for n in ("q", "k", "v", "g", "beta"))
     if beta:
-        return [border.plan_written(hardware, q, k, v, g, beta, 1.0, reads) for reads in (True, False)]
+        calls = (border.Written(q, k, v, g, beta, 1.0, reads) for reads in (True, False))
+        return [border.plan_written(hardware, call) for call in calls]
     rows, N, H, K, V = k.shape[3] if len(g.shape) == 4 else 1, 2, *given["initial_state"].shape[1:]
     found = []
     for backwards in (False, True):

@@ -7,7 +7,11 @@ hopper/kda_forward.py and hopper/kda_gradients.py. The plan takes them wherever 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import delta, gla, hopper
 from .launch.hardware import Hardware
@@ -57,6 +61,54 @@ forward = Planned(plan_forward, Call, check)
 _forward = with_state("kda", forward)
 KEPT = {}  # the backward pass makes its inputs again, in a small part of its time
 backward = differentiable(_forward, plan_backward, KEPT, optional="g")
+
+
+class Resumed(NamedTuple):
+    """A call on Hopper for whose chunks `prepare` has run."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial_state: Tensor
+    q_hat: Tensor
+    k_til: Tensor
+    W: Tensor
+    U: Tensor
+    P: Tensor
+    through: Tensor
+    scale: float
+    cu_seqlens = None
+
+
+def plan_resumed(hardware: Hardware, call: Resumed) -> Plan:
+    """(o, final state)."""
+    from .hopper import kda_forward as gluon
+
+    return gluon.plan_resumed(hardware, call)
+
+
+_resumed = Planned(plan_resumed, Resumed)
+
+
+class Resume(torch.autograd.Function):
+    """The fields of `Resumed` -> (o, final state); gradients are those of `kda`."""
+
+    @staticmethod
+    def forward(ctx, *call):
+        ctx.scale = call[-1]
+        ctx.save_for_backward(*call[:6])
+        ctx.set_materialize_grads(False)
+        return tuple(_resumed(Resumed(*call)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do: Tensor | None, dS: Tensor | None):
+        *_, v, g, beta, S = inputs = ctx.saved_tensors
+        do = torch.zeros_like(v) if do is None else do
+        call = backward.record(*inputs, None, do, dS, ctx.scale, None, None, ctx.needs_input_grad[3])
+        return *backward(call), *[None] * 7
 
 
 def kda(

@@ -88,13 +88,14 @@ class Call:
     Attributes:
         known: of each batch, the M and the reads that its map was made with, for the gradient; empty where they do not
             serve: a packed sequence that comes in need not be the one that goes out.
+        made: of each batch, the tensors that its map has prepared for the walk.
     """
 
     def __init__(
         self, ranks: Ranks, kind: CallKind, facts: dict[str, str], segment_length: int | None, cu: Tensor | None
     ):
         plan, lengths, r = kind.plan, kind.lengths, ranks.rank
-        self.walk, self.cu, self.known = kind.walk, cu, []
+        self.walk, self.cu, self.known, self.made = kind.walk, cu, [], []
         self.exchange = Exchange(ranks, plan, facts, kind.tag)
         a, total = sum(lengths[:r]), sum(lengths)
         self.tokens, n = lengths[r], plan.segments[r]
@@ -183,8 +184,9 @@ class Enter(torch.autograd.Function):
         reads = call.cu is None and any(ctx.needs_input_grad)
         maps = []
         for x in call.batches_of(names, tokens, backwards=False):
-            M, X, read = write_map(call.walk, x, reads)
+            M, X, read, made = write_map(call.walk, x, reads)
             maps.append((M, X))
+            call.made.append([] if call.cu is not None else made)
             call.known += [] if read is None else [*M, read]
         S = None if initial is None else initial.to(call.walk.dtype)
         return tuple(call.together(call.between(maps, [zero_elsewhere(S, own.begin_here) for own in call.segments])))
@@ -253,8 +255,8 @@ def split_over_ranks(
         known, call.known = call.known, []  # `Leave` saves them
         o, S = [], []
         for i, piece in enumerate(call.segments[:: call.rows]):
-            here = {name: x[i] for name, x in cut.items()}
-            o_i, S_i = call.walk.form(**here, scale=call.walk.scale, initial_state=starts[i], cu_seqlens=piece.cu)
+            here, made, call.made[i] = {name: x[i] for name, x in cut.items()}, call.made[i], None
+            o_i, S_i = call.walk.resumed(here, starts[i], made, piece.cu)
             o.append(o_i)
             S.append(S_i)
         return Leave.apply(call, tuple(cut), *o, *S, *flat, *known)

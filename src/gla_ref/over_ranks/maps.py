@@ -117,18 +117,29 @@ class Walk(NamedTuple):
     scale: float
     dtype: torch.dtype
 
+    def resumed(self, x: Tokens, S: Tensor, made: list[Tensor], cu: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Walk tokens from the states S; `made` are the tensors that `write_map` has prepared for these tokens."""
+        if not made:
+            return self.form(**x, scale=self.scale, initial_state=S, cu_seqlens=cu)
+        from ..kernels.kda import Resume
+
+        return Resume.apply(*(x[name] for name in ("q", "k", "v", "g", "beta")), S, *made, self.scale)
+
     def heads_first(self, *tensors: Tensor | None) -> list[Tensor | None]:
         """Return a tensor as [B, H, T, D] in the precision of states; None for None."""
         columns = (x if x is None or x.ndim == 4 else x[..., None] for x in tensors)  # gates of heads
         return [None if x is None else heads_first(x.to(self.dtype)) for x in columns]
 
 
-def write_map(walk: Walk, x: Tokens, reads: bool = False) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+def write_map(
+    walk: Walk, x: Tokens, reads: bool = False
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None, list[Tensor]]:
     """Find (M, X) of rows of tokens, from left to right, from k, v and gates. No exponent is above 0.
 
     For this map a kernel reads k, v and g, which the walk of the piece reads again. For a delta rule it walks V + K
     columns, not V, and with `reads` also finds what each token reads of each row of the state on the left,
-    `[B, T, HV, K]`; else, and of other mechanisms, that is None.
+    `[B, T, HV, K]`; else, and of other mechanisms, that is None. Last come the tensors with which `Walk.resumed` goes
+    on.
     """
     q, k, v, g, g_v = (x.get(name) for name in ("q", "k", "v", "g", "g_v"))
     if "beta" in x:
@@ -136,18 +147,18 @@ def write_map(walk: Walk, x: Tokens, reads: bool = False) -> tuple[tuple[Tensor,
         if walk.kernel:
             from ..kernels.portable.border import written
 
-            S, o = written(q, k, v, g, x["beta"], scale=walk.scale, reads=reads)
-        else:
-            o, S = _of_identity(walk, x)
-            o = o[..., V:] if reads else None
-        return (S[..., V:],), S[..., :V], o
+            X, M, o, made = written(q, k, v, g, x["beta"], scale=walk.scale, reads=reads)
+            return (M,), X, o, made
+        o, S = _of_identity(walk, x)
+        o = o[..., V:] if reads else None
+        return (S[..., V:],), S[..., :V], o, []
     if walk.kernel and g_v is None:
         from ..kernels.portable.border import added
 
         X, decay = added(k, v, g)
-        return _decays(walk, x, decay), X, None
+        return _decays(walk, x, decay), X, None, []
     k, v, of_k, of_v = walk.heads_first(k, v, g, g_v)
-    return _decays(walk, x), decayed(k, of_k, decay_to_end).mT @ decayed(v, of_v, decay_to_end), None
+    return _decays(walk, x), decayed(k, of_k, decay_to_end).mT @ decayed(v, of_v, decay_to_end), None, []
 
 
 def read_map(
@@ -160,7 +171,7 @@ def read_map(
     q, g, g_v = x["q"], x.get("g"), x.get("g_v")
     if "beta" in x:
         if known is None:
-            (M,), _, reads = write_map(walk, x, reads=True)
+            (M,), _, reads, _ = write_map(walk, x, reads=True)
         else:
             M, reads = known
         if walk.kernel:

@@ -15,7 +15,6 @@ from .gluon_names import missing
 WIDEST = 128  # channels of a key: the state of as many rows, and two stages of all that it needs, fill a multiprocessor
 
 # the Triton from which GLA's gradient takes 0.63 to 0.71 of the portable kernel's time; before, 0.86 to 1.04
-# (lab/hopper.md)
 FASTER = (3, 9)
 
 WIDTHS = (64, 128)  # K and V of the delta rules

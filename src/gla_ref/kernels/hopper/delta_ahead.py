@@ -37,11 +37,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..launch.hardware import Hardware
-from ..launch.plan import Plan, Spec, cdiv
+from ..launch.plan import Box, Plan, Spec, cdiv
 from ..portable.delta_forward import carry_states
 from ..portable.segments import slots
 from . import delta_chunk
@@ -291,33 +293,77 @@ def launch_walks(shared: Shared, launch_walk: Callable, L: int, o: Spec, S_T: Sp
     launch_walk(L, V + K, part, None, o)
 
 
-def plan_forward(hardware: Hardware, call) -> Plan:
-    """(o, final state)."""
-    shared, q, k, v, g, beta = delta_chunk.begin(hardware, call), call.q, call.k, call.v, call.g, call.beta
-    draft, K, V, H, N, T = shared.draft, shared.K, shared.V, shared.H, shared.N, shared.T
-    how, length = choose(hardware, K, V, H * N, shared.chunks, call.path)
+def launch_maps(
+    shared: Shared, launch_walk: Callable, k: Spec, BV: int, reads: bool
+) -> tuple[Spec, Spec | None, Spec | None]:
+    """Walk over each sequence in one go for its map: X, M and, with `reads`, `written`'s reads; M may lie behind X.
+
+    `launch_walk` is that of `launch_walks`, with a box of other values at the end. Reads are the o of the columns of M:
+    they start from the unit matrix, and their values are zeros, as is all that lies beyond a box.
+    """
+    draft, T, H, K, V, N = shared.draft, shared.T, shared.H, shared.K, shared.V, shared.N
+    X = draft.new("X", N, H, K, V if reads else V + K)
+    launch_walk(T + 1, X.shape[3], None, X, None)
+    if not reads:
+        return X, None, None
+    M = draft.compute("M", _units, k, N, H, shape=(N, H, K, K))
+    o = draft.new("reads", N, T, H, K, dtype=k.dtype)
+    zeros = box(draft.new("zeros", 1, C.value, 1, BV, dtype=k.dtype, zero=True), C.value, BV)
+    launch_walk(T + 1, K, M, M, o, zeros)
+    return X, M, o
+
+
+def _units(k: Tensor, N: int, H: int) -> Tensor:
+    """The unit matrix for each head, [N, H, K, K]."""
+    return torch.eye(k.shape[3], device=k.device).repeat(N, H, 1, 1)
+
+
+def solved(shared: Shared, call, how: Setup) -> Callable:
+    """Launch `solve` for a call; return `launch_walk(L, W, S_in, S_out, o)` of `launch_walks`, of values of its own."""
+    q, k, v, g, beta, draft, K, H, N, T = *call[:5], shared.draft, shared.K, shared.H, shared.N, shared.T
     BV, n = how.columns, shared.slots
-    draft.because(f"T of all chunks first, then a program for each {BV} columns of V: Hopper kernels, in Gluon")
-    L = shared.segment(length, call.path, V // BV * H * N)
     squares = (draft.new(name, n, C.value, 1, C.value, dtype=q.dtype) for name in "TP")
     d_T, d_P = (box(x, C.value, C.value) for x in squares)
     decays = draft.new("decays", n, ROWS.value, C.value)
-    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
-    d_q, d_k, d_v, d_o = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV), (o, BV)))
+    d_q, d_k, d_v = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV)))
     launch_solve(
         shared, d_q, d_k, g, beta, d_T, d_P, decays, how.of_solve,
         SINCE=SINCE.value, UNTIL=UNTIL.value, DIVISORS=DIVISORS.value,
     )
 
-    def launch_walk(L: int, W: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None) -> None:
+    def launch_walk(
+        L: int, W: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None, d_v: Box = d_v
+    ) -> None:
         """`walk` over segments of L tokens, whose states have W columns; without o, their maps."""
+        V, d_o = (o.shape[3], box(o, C.value, BV)) if o else (shared.V, None)
         draft.launch(
             walk, (V if o else W) // BV * H * slots(shared.B, T, shared.cu, L),
-            d_q if o else None, d_k, d_v, d_T, d_P if o else None, decays, d_o if o else None, o, S_in, S_out,
+            d_q if o else None, d_k, d_v, d_T, d_P if o else None, decays, d_o, o, S_in, S_out,
             shared.cu, N, T, L, H, shared.G, shared.scale,
             K=K, V=V, W=W, BV=BV, STAGES=how.stages, GATED=g is not None, REGISTERS=24, num_warps=4,
             maxnreg=how.registers,
         )
 
+    return launch_walk
+
+
+def plan_forward(hardware: Hardware, call) -> Plan:
+    """(o, final state)."""
+    shared, v = delta_chunk.begin(hardware, call), call.v
+    draft, K, V, H, N = shared.draft, shared.K, shared.V, shared.H, shared.N
+    how, length = choose(hardware, K, V, H * N, shared.chunks, call.path)
+    BV = how.columns
+    draft.because(f"T of all chunks first, then a program for each {BV} columns of V: Hopper kernels, in Gluon")
+    L = shared.segment(length, call.path, V // BV * H * N)
+    launch_walk = solved(shared, call, how)
+    o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
     launch_walks(shared, launch_walk, L, o, S_T)
     return draft.plan("hopper_ahead", o, S_T)
+
+
+def plan_maps(hardware: Hardware, call) -> Plan:
+    """(X, M, reads) of `launch_maps`."""
+    shared = delta_chunk.begin(hardware, call)
+    how, _ = choose(hardware, shared.K, shared.V, shared.H * shared.N, shared.chunks, "fused")
+    launch_walk = solved(shared, call, how)
+    return shared.draft.plan("hopper_ahead", *launch_maps(shared, launch_walk, call.k, how.columns, call.reads))

@@ -47,9 +47,9 @@ The kernels, and the number of programs of each (N sequences)::
     unwind          H * segments         dq, dk, dv, dg
     mend_gradient   H * chunks / 16      adds to them the pairs of strong chunks
 
-Limits: tokens in bfloat16, gates of 16 bits, K <= 128, V <= 128. Compiled by Triton 3.9 it takes 0.64 to 0.72 of the
-portable kernel's time on an H200, by 3.6 0.81 to 1.05 (lab/hopper.md), and half of the memory with both. So a plan
-takes it from 3.9 on, before only where it is asked for (`kernel="hopper"`).
+Limits: tokens in bfloat16, gates of 16 bits, K <= 128, V <= 128. It takes half of the portable kernel's memory. A plan
+takes it from Triton 3.9 on, by which it is faster (FASTER in __init__.py), before only where it is asked for
+(`kernel="hopper"`).
 """
 
 from __future__ import annotations

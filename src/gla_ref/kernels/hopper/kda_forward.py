@@ -26,6 +26,7 @@ Shared memory: 201 KB, three stages. Limits: tokens in bfloat16, K and V of 64 o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -239,29 +240,60 @@ def prepared(
         (*(box(x, C.value, 64) for x in (k_til, W, U, P)), d_T), through, strong, shared.cu,
         N=shared.N, T=shared.T, HV=shared.H, G=shared.G, K=K, V=V, LEAST=LEAST,
     )
+    return boxes_of(q_hat, k_til, W, U, P, through)
+
+
+def boxes_of(q_hat: Spec, k_til: Spec, W: Spec, U: Spec, P: Spec, through: Spec) -> tuple[Box, ...]:
+    """What `prepare` makes, as boxes of a walk."""
+    K = W.shape[3]
     widths = (q_hat, K), (k_til, K), (W, K), (U, BV.value), (P, C.value)
     return *(box(x, C.value, width) for x, width in widths), boxed(through, 1, K)._replace(layout=ROW)
 
 
+def launcher(shared: delta_chunk.Shared, boxes: tuple[Box, ...]) -> Callable:
+    """`launch_walk` of delta_ahead.py's `launch_walks` and `launch_maps`, from the boxes of `prepared`."""
+    d_q, d_k, d_W, d_U, d_P, d_through = boxes
+    H, N, T, cu = shared.H, shared.N, shared.T, shared.cu
+
+    def launch_walk(
+        L: int, columns: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None, d_U: Box = d_U
+    ) -> None:
+        """`walk` over segments of L tokens, whose states have so many columns; without o, their maps."""
+        V, d_o = (o.shape[3], box(o, C.value, BV.value)) if o else (shared.V, None)
+        shared.draft.launch(
+            walk, (V if o else columns) // BV.value * H * slots(shared.B, T, cu, L),
+            d_q if o else None, d_k, d_W, d_U, d_P if o else None, d_through, d_o,
+            o, S_in, S_out, cu, N, T, L, H, shared.scale,
+            K=shared.K, V=V, W=columns, REGISTERS=24, num_warps=4, maxnreg=REGISTERS,
+        )
+
+    return launch_walk
+
+
 def plan_forward(hardware: Hardware, call) -> Plan:
     """(o, final state)."""
-    shared, q, v = delta_chunk.begin(hardware, call), call.q, call.v
-    draft, K, V, H, N, T, cu = shared.draft, shared.K, shared.V, shared.H, shared.N, shared.T, shared.cu
+    shared, v = delta_chunk.begin(hardware, call), call.v
+    draft, K, V, H, N = shared.draft, shared.K, shared.V, shared.H, shared.N
     draft.because(f"all chunks first, then a program for each {BV.value} columns of V: Hopper kernels, in Gluon")
     length = choose(hardware, K, V, H * N, shared.chunks, call.path)
     L = shared.segment(length, call.path, V // BV.value * H * N)
-    d_q, d_k, d_W, d_U, d_P, d_through = prepared(shared, q, call.k, v, call.g, call.beta)
+    launch_walk = launcher(shared, prepared(shared, *call[:5]))
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
-    d_o = box(o, C.value, BV.value)
-
-    def launch_walk(L: int, columns: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None) -> None:
-        """`walk` over segments of L tokens, whose states have so many columns; without o, their maps."""
-        draft.launch(
-            walk, (V if o else columns) // BV.value * H * slots(shared.B, T, cu, L),
-            d_q if o else None, d_k, d_W, d_U, d_P if o else None, d_through, d_o if o else None,
-            o, S_in, S_out, cu, N, T, L, H, shared.scale,
-            K=K, V=V, W=columns, REGISTERS=24, num_warps=4, maxnreg=REGISTERS,
-        )
-
     delta_ahead.launch_walks(shared, launch_walk, L, o, S_T)
     return draft.plan("hopper", o, S_T)
+
+
+def plan_maps(hardware: Hardware, call) -> Plan:
+    """(X, M, reads) of `launch_maps`, and all that `plan_resumed` takes."""
+    shared = delta_chunk.begin(hardware, call)
+    made = prepared(shared, *call[:5])
+    maps = delta_ahead.launch_maps(shared, launcher(shared, made), call.k, BV.value, call.reads)
+    return shared.draft.plan("hopper", *maps, *(x.tensor for x in made))
+
+
+def plan_resumed(hardware: Hardware, call) -> Plan:
+    """(o, final state) of a call whose chunks `plan_maps` has prepared, in one go."""
+    shared, made = delta_chunk.begin(hardware, call), boxes_of(*call[6:12])
+    o, S_T = shared.draft.like("o", call.v), shared.draft.like("S_T", call.initial_state)
+    launcher(shared, made)(shared.T + 1, shared.V, shared.S_in, S_T, o)
+    return shared.draft.plan("hopper", o, S_T)

@@ -6,7 +6,7 @@
 `added` finds X or A of gated linear attention by a walk of gla_forward.py or linear.py without outputs. The walk reads
 k, v and g (backwards q, do and g) once, and also finds M, the decay of the whole piece. `written` finds X and M of a
 delta rule, of KDA too, by the walk of delta_forward.py; that walk also knows what each token reads of each row of the
-state on the left, and A is the product of these reads and do.
+state on the left, and A is the product of these reads and do. On Hopper it walks by the kernels of the forward pass.
 
 Between ranks, `compose` writes the map of a rank's segments as a message, which the rank sends. `enter` runs through
 the messages of all ranks and finds the state that comes into a rank. `crossed`, the `carry` of segments.py, goes on
@@ -16,13 +16,16 @@ from that state through the rank's own segments. References: `write_map`, `read_
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import hopper
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv, next_power_of_2
-from ..launch.program import of_parameters
+from ..launch.program import Planned, of_parameters
 from . import delta_forward, gla_forward
 from .gla_forward import Readers
 from .kda_forward import prepare_all
@@ -112,19 +115,36 @@ def _of_all(decay: Tensor, n: int) -> Tensor:
     return decay.unflatten(0, (-1, n)).prod(1)
 
 
-def plan_written(
-    hardware: Hardware, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, scale: float, reads: bool
-) -> Plan:
-    """Plan X with, in K more columns, M; and the reads, or None."""
+class Written(NamedTuple):
+    """A call of `written`, as the plans of the delta rules take theirs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor
+    scale: float
+    reads: bool
+    initial_state = cu_seqlens = path = kernel = None
+
+
+def plan_written(hardware: Hardware, call: Written) -> Plan:
+    """Plan X, M and the reads or None; without an M, X has it in K more columns."""
+    q, k, v, g, beta, scale, reads = call
+    scalar = g is None or len(g.shape) == 3
+    if not (hopper.refusal_of_delta if scalar else hopper.refusal_of_kda)(hardware, call):
+        from ..hopper import delta_ahead, kda_forward  # not where Gluon is missing
+
+        return (delta_ahead if scalar else kda_forward).plan_maps(hardware, call)
     draft, (B, T, H) = Draft(hardware, q, k, v, g, beta), v.shape[:3]
-    if g is None or len(g.shape) == 3:
+    if scalar:
         call = delta_forward.solve_all(draft, q, k, v, g, beta, None, scale, "fused")
     else:
         call, q, k, _ = prepare_all(draft, q, k, v, g, beta, None, scale, "fused")
     S = draft.new("S", B, H, call.K, call.V + call.K)
     o = draft.new("reads", B, T, H, call.K, dtype=v.dtype) if reads else None
     delta_forward.launch_walk(call, q if reads else None, k, v, None, S, o, maps=True)
-    return draft.plan("portable", S, o)
+    return draft.plan("portable", S, None, o)
 
 
 def plan_composed(hardware: Hardware, part: Tensor, rows: Tensor, n: int, tag: float, backwards: bool) -> Plan:
@@ -159,9 +179,8 @@ def plan_crossed(hardware: Hardware, part: Tensor, rows: Tensor, S: Tensor, back
     return draft.plan("portable", part, out)
 
 
-_added, _written, _composed, _entered, _crossed = map(
-    of_parameters, (plan_added, plan_written, plan_composed, plan_entered, plan_crossed)
-)
+_added, _composed, _entered, _crossed = map(of_parameters, (plan_added, plan_composed, plan_entered, plan_crossed))
+_written = Planned(plan_written, Written)
 
 
 def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -182,15 +201,18 @@ def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = Fa
 
 def written(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, *, scale: float, reads: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Find X and, in K more columns, M; arguments as in :func:`gla_ref.kernels.kda.kda`, and a g for heads or none.
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+    """Find X and M; arguments as in :func:`gla_ref.kernels.kda.kda`, and a g for heads or none.
 
     Returns:
-        float32 `[B, HV, K, V + K]`, and with `reads` what each token reads of each row of the state on the left,
-        `[B, T, HV, K]` in the dtype of v, else None. Not differentiable.
+        X, float32 `[B, HV, K, V]`; M, float32 `[B, HV, K, K]`; with `reads` what each token reads of each row of the
+        state on the left, `[B, T, HV, K]` in the dtype of v, else None; and what a walk of the same tokens by
+        `Resume` of kernels/kda.py need not prepare again, or no tensors. Not differentiable.
     """
-    S, o = _written(q=q, k=k, v=v, g=g, beta=beta, scale=scale, reads=reads)
-    return S, o
+    X, M, o, *made = _written(Written(q, k, v, g, beta, scale, reads))
+    if M is None:
+        X, M = X.split((v.shape[3], k.shape[3]), -1)
+    return X, M, o, made
 
 
 def composed(X: Tensor, M: tuple[Tensor], tag: float, backwards: bool = False) -> Tensor:
