@@ -1,4 +1,4 @@
-"""Our kernels and other libraries' under the cases of gla_ref.check, and how many named mistakes the kit catches.
+"""Our kernels and other libraries' under the cases of gla_ref.check.
 
     python benchmarks/check_peers.py                          # everything: quick and full
     python benchmarks/check_peers.py --only "fla.*" --levels quick --dtypes bf16
@@ -6,8 +6,7 @@
     python benchmarks/check_peers.py --device cpu --libraries --levels quick   # other libraries' code for a CPU
 
 Every check is a process of its own with a time limit: one that hangs or takes the GPU down with it costs its own
-record only, and --jobs of them run side by side, the longest first. Mistakes are wrong computations of tensors, no
-kernels: these checks run on the CPU beside the others, and their records say so. What is done is written to
+record only, and --jobs of them run side by side, the longest first. What is done is written to
 results/<gpu>-check.json at once, where it replaces the older check of the same subject, dtype, level and number of
 seeds. It runs in the host's own Python and needs no network. Products of float32 are asked to be exact of every kernel
 that does not say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any float32 budget. fla's kernels
@@ -33,13 +32,11 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
 import torch
 
 ROOT = Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT), str(ROOT.parent / "src"), str(ROOT.parent / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
-import mutants
 import run
 
 from gla_ref import FORMS, check, results
-from gla_ref.check import mistakes
 from gla_ref.compat import libraries
 
 PEERS = (*run.PEERS, "transformers")  # whose versions a record names
@@ -57,7 +54,6 @@ SUBJECTS.remove("gla.triton_chunk_fuse")  # the original: mild gates only (chapt
 SUBJECTS = [name + FORWARD if name.endswith(".triton_recurrent") else name for name in SUBJECTS]
 LIBRARIES = [name for name, it in libraries.FUNCTIONS.items() if it.mechanism in check.MECHANISMS]
 SUBJECTS += LIBRARIES
-SCORES = [f"mistakes.{m}" for m in FORMS if any(m in known.mechanisms for known in mistakes.MISTAKES)]
 LEVELS = ("quick", "full")
 KEY = ("subject", "dtype", "level", "seeds")  # of a record, which a newer one replaces
 GROUPS = {  # a group of quick cases: the patterns of their names; a case belongs to the first that fits
@@ -187,19 +183,13 @@ def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict
     }
 
 
-def score(mechanism: str, dtype: str, options: dict, progress) -> dict:
-    """Every named mistake once."""
-    return mutants.score(mechanism, DTYPES[dtype], progress, **options)
-
-
 def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dict:
     """One check in a process of its own: a record of what it found, or of why it did not finish."""
     began = time.monotonic()
-    device, seeds = ("cpu", 1) if subject in SCORES else (args.device, args.seeds)
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "found.json", Path(folder) / "log"
         command = [sys.executable, __file__, "--child", subject, "--dtypes", dtype, "--levels", level]
-        command += ["--seeds", str(seeds), "--device", device, "--out", str(out)]
+        command += ["--seeds", str(args.seeds), "--device", args.device, "--out", str(out)]
         command += ["--cases", args.cases] if args.cases else []
         with log.open("w") as sink:
             env = os.environ | {"OMP_NUM_THREADS": "1"}  # as many processes as cores
@@ -219,13 +209,13 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
         "subject": subject,
         "dtype": dtype,
         "level": level,
-        "seeds": seeds,
-        "device": device,
+        "seeds": args.seeds,
+        "device": args.device,
         "alone": args.alone,
         "commit": args.commit,
         "seconds": round(time.monotonic() - began, 1),
         **found,
-        "message": None if "worst" in found or "mistakes" in found else f"{message}: {said}",
+        "message": None if "worst" in found else f"{message}: {said}",
     }
 
 
@@ -234,8 +224,6 @@ def line(r: dict) -> str:
     name = f"{r['subject']} {r['dtype']} {r['level']}"
     if r["message"]:
         said = r["message"].replace("\n", " ")[:100]
-    elif "mistakes" in r:
-        said = f"{r['mistakes']} mistakes, {len(r['escaped'])} escaped, {len(r['unnamed'])} unnamed"
     else:
         said = f"{r['cases']} cases, {len(r['failures'])} failures"
         said += f", first {r['failures'][0]['case']}" if r["failures"] else ""
@@ -245,7 +233,7 @@ def line(r: dict) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", metavar="PATTERN", help=f"of {', '.join(SUBJECTS + SCORES)}")
+    parser.add_argument("--only", metavar="PATTERN", help=f"of {', '.join(SUBJECTS)}")
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--seeds", type=int, default=1, help="0, 1, ... of the inputs; default 1")
@@ -264,13 +252,8 @@ def in_child(args: argparse.Namespace) -> None:
     """Make one check in this process, and write what it finds."""
     options = {"device": args.device, "level": args.levels[0]}
     options |= {"only": args.cases} if args.cases else {}
-    owner, name = args.child.split(".")
-    dtype, spent = args.dtypes[0], prepare_triton()
-    progress = partial(print, flush=True)
-    if owner == "mistakes":
-        found = score(name, dtype, options, progress)
-    else:
-        found = judge(args.child, dtype, args.seeds, options, progress)
+    spent = prepare_triton()
+    found = judge(args.child, args.dtypes[0], args.seeds, options, partial(print, flush=True))
     found["compiling_s"] = round(sum(spent), 1)
     args.out.write_text(json.dumps(found, allow_nan=False))
 
@@ -278,7 +261,7 @@ def in_child(args: argparse.Namespace) -> None:
 def chosen(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """The checks that are asked for, the longest first: subject, dtype, level."""
     there = [s for s in LIBRARIES if args.device.split(":")[0] in libraries.FUNCTIONS[s].devices]
-    subjects = there if args.libraries else [s for s in SUBJECTS + SCORES if s in there or s not in LIBRARIES]
+    subjects = there if args.libraries else [s for s in SUBJECTS if s in there or s not in LIBRARIES]
     claims = {s: libraries.FUNCTIONS[s].supports for s in LIBRARIES}
     checks = [
         (s, dtype, level)
@@ -287,9 +270,8 @@ def chosen(args: argparse.Namespace) -> list[tuple[str, str, str]]:
         for dtype in args.dtypes
         if claimed(claims.get(s, {}), dtype)
         for level in args.levels
-        if level == "quick" or s not in SCORES
     ]
-    return sorted(checks, key=lambda check: (check[0] not in SCORES, check[2] == "quick"))
+    return sorted(checks, key=lambda check: check[2] == "quick")
 
 
 def records(check: tuple[str, str, str], args: argparse.Namespace) -> list[dict]:

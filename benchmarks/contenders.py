@@ -195,13 +195,6 @@ chunk_fuse = function("gla_ref.kernels.exhibits.gla_chunk_fuse", "gla_chunk_fuse
 contender("gla", name="gla_chunk_fuse", packed=False, directions=("forward",), named=True)(chunk_fuse)
 
 
-same_bits = {"path": "fused", "kernel": "portable"}  # in any batch
-for mechanism in ("simple_gla", "gla"):
-    contender(mechanism, name="triton_fused", named=True, entry="triton", options=same_bits)(
-        form(mechanism, "triton", **same_bits)
-    )
-
-
 class Pages(torch.autograd.Function):
     """The page of the forward pass and, for its gradient, the other one."""
 
@@ -363,9 +356,10 @@ for mechanism, module, op, kernels, options in (
     ("kda", "fla.ops.kda", "chunk_kda", ("portable", "hopper"), {"safe_gate": True}),  # gates in [-5, 0]
 ):
     ours(mechanism, "triton")
-    named = {f"triton_{kernel}": {"kernel": kernel} for kernel in kernels}
-    for name, how in ({"triton_fused": {"path": "fused"}} | named).items():
-        contender(mechanism, name=name, named=True, entry="triton", options=how)(form(mechanism, "triton", **how))
+    for kernel in kernels:
+        contender(mechanism, name=f"triton_{kernel}", named=True, entry="triton", options={"kernel": kernel})(
+            form(mechanism, "triton", kernel=kernel)
+        )
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op, **options)))
 body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
 page("gated_delta_rule", directions=("forward",))(body)

@@ -327,15 +327,6 @@ def kda() -> list[Case]:
     return [*cases, replace(case, gates="copies", directions=("forward",))]
 
 
-def same_bits() -> list[Case]:
-    """The price of bits that depend on the text alone: the walk, and the path that the plan chooses."""
-    return [
-        Case(m, 1, 32768, H, 128, 128, gates="logsigmoid/16", only=("triton", "triton_fused"), directions=("forward",))
-        for m in ("simple_gla", "gla", "gated_delta_rule")
-        for H in (2, 8, 32)
-    ]
-
-
 def batch() -> list[Case]:
     """The number of sequences that fill the chip, at T = 4096."""
     return [Case(m, B, 4096, 16, 128, 128) for B in (1, 2, 4, 8, 16) for m in ("softmax_attention", "linear_attention")]
@@ -381,7 +372,6 @@ KNOWN = (
     decode_delta,
     host,
     paths,
-    same_bits,
     batch,
     prefill,
     packed,

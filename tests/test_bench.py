@@ -275,14 +275,6 @@ assert 0.6 <= sum(spent) < 0.85, spent
     in_process(tmp_path / "program.py")
 
 
-def test_the_score_counts(monkeypatch):
-    known = [m for m in check_peers.mistakes.MISTAKES if "gla" in m.mechanisms][:2]
-    monkeypatch.setattr(check_peers.mistakes, "MISTAKES", known)
-    options = {"device": "cpu", "level": "quick", "seed": 0, "only": "length 65"}
-    found = check_peers.score("gla", "fp32", options, lambda *at: None)
-    assert found == {"ok": True, "mistakes": 2, "escaped": [], "unnamed": []}
-
-
 def test_peers_configurations_are_shared_out(monkeypatch):
     """Every configuration is compiled by one process and measured by none."""
     autotuner = pytest.importorskip("triton.runtime.autotuner")

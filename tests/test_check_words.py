@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import fresh_kernels
@@ -213,10 +212,6 @@ def scaled_twice(q, k, v, g, *, scale=None, **named):
     return scale * o, S
 
 
-def with_old_gates(kept, q, k, v, g, **named):
-    return GATED(q, k, v, kept.setdefault(g.shape, g.detach()), **named)
-
-
 def backwards(wrong):
     """The values of GLA, and the gradients of a wrong kernel."""
 
@@ -266,7 +261,7 @@ RESET = "NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing
 LOST = mistakes.Mistake("dq left out", "", lambda c: c.run(q=c.q.detach() + 0 * c.q), (ALL,))
 GATES = ("length 64", "gate zero", "gate -1", "gate -20", "gate -inf", "gate many resets", "gate resets*")
 RESETS = ("gate -inf", "gate many resets", "gate resets at chunk ends")
-TWICE, OLD = "o with scale twice", "gates of an earlier call of the same sizes"
+TWICE = "o with scale twice"
 LATER = fresh_kernels.case("gla", "", scores=lost_by_difference).fn
 TILES = fresh_kernels.case(ALL, "", earlier=behind_tiles).fn
 
@@ -311,9 +306,8 @@ TOLD = {
     "many tokens and heads": Told(SIMPLE, some(SIMPLE, SUMS, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192), 64),
         ("length 65", "many tokens and heads"), SUMS,
         ("wrong from 1025 tokens on, right with 1024", "wrong from 8 heads on, right with 7")),
-    # a term, a pass, a rounding, an earlier call
+    # a term, a pass, a rounding
     TWICE: Told("gla", scaled_twice, "length *5", TWICE),
-    OLD: Told("gla", partial(with_old_gates, {}), "gate -[02i]*[02f]", OLD),
     "TF32": Told("gla", by_hand(lambda x, y: ten_bits(x) @ ten_bits(y)), "length 145", "products in TF32"),
     "operands": Told("gla", by_hand(lambda x, y: x.bfloat16().float() @ y.bfloat16().float()),
         ("length 145", "packed"), "operands of products in bfloat16"),
@@ -387,7 +381,7 @@ QUICK = (
 
 @pytest.mark.parametrize("kernel", thin(TOLD, *QUICK))
 def test_a_wrong_kernel_is_told(kernel):
-    """`make mutants` holds every named mistake against the whole quick level."""
+    """The whole quick level is held against every named mistake in test_check_named.py."""
     it = TOLD[kernel]
     report = check.kernel(it.mechanism, it.fn, only=it.only)
     names, text = named(report), words(report)

@@ -357,7 +357,7 @@ def test_their_functions_are_judged_on_what_they_claim(library):
         seen.append(g.min().item())
         return gla.chunkwise(q, k, v, g, **options)
 
-    fn.supports = fla.theirs("chunk_gla").supports
+    fn.supports = fla.theirs("fused_recurrent_gla").supports
     report = check.kernel("gla", fn, only="gate r*")
     assert report.ok and not report.not_covered and "gate -inf" in report.left
     assert "gate resets at chunk ends" in report.cases and min(seen) == -1e3

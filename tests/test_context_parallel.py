@@ -655,6 +655,30 @@ def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
         assert "carry" not in [launch.name for launch in found.launches], found.why
 
 
+def test_a_rank_has_the_kernels_of_one_gpu_but_for_its_maps():
+    """GLA on an H200: what a walk for Hopper adds up for segments, the portable walk does for maps (chapter 25)."""
+    kernels = pytest.importorskip("gla_ref.kernels")
+    from gla_ref.kernels.launch.hardware import CLASSES
+    from gla_ref.kernels.launch.plan import spec_of
+    from gla_ref.kernels.portable import border
+
+    def launches(n, S, direction):
+        x = meta_tokens("gla", (1 << 19) // n, B=n).values()
+        found = kernels.plan("gla", *x, initial_state=S, direction=direction, hardware="sm_90")
+        return sorted(map(named, found.launches))
+
+    def named(step):
+        return getattr(step.kernel, "fn", step.kernel).__module__.split(".")[-2], step.name
+
+    S = torch.empty(8, 16, 128, 128, device="meta")
+    for direction in ("forward", "backward"):
+        alone, rank = launches(1, None, direction), launches(8, S, direction)
+        assert alone == sorted([*rank, ("hopper", "walk"), ("portable", "carry")])
+    k, v, g = (spec_of(name, x) for name, x in list(meta_tokens("gla", 1 << 16, B=8).items())[1:])
+    (step,) = border.plan_added(CLASSES["sm_90"], k, v, g, False).launches
+    assert named(step) == ("portable", "walk")
+
+
 def test_one_gpu_finds_the_states_of_linear_attention_once():
     """In segments, as ranks do: those of S in the forward pass, and those of R by the first walk back (chapter 25)."""
     kernels = pytest.importorskip("gla_ref.kernels")

@@ -170,27 +170,8 @@ def test_small_steps_are_evaluated_in_large_batches(place):
             batches.append(len(x))
             return torch.zeros(()), None
 
-    task.nats(Model(), torch.zeros(16 * 300 + 1, dtype=torch.uint8), 16)
+    task.nats(Model(), torch.zeros(16 * 300 + 1, dtype=torch.uint8))
     assert task.rows == 4 and batches == [256, 44]
-
-
-def test_bits_by_context_forget_what_is_farther_away(place, monkeypatch):
-    monkeypatch.setattr(language, "CONTEXTS", (4, 8, 16))
-    task = language.Language(language.Settings.tiny(), 0, place)
-    torch.manual_seed(0)
-    model = LanguageModel(language.model_of("tiny", "gla", 256, initializer_range=0.5))
-    ((tokens, size),) = task.sources.values()
-    with torch.no_grad():
-        found = task.evaluate(model)["by context"]
-        nats = 0.0
-        for start in range(0, len(tokens) - 1, 4):
-            piece = tokens[None, start : start + 5].long()
-            nats += model.loss(piece[:, :-1], piece[:, 1:].contiguous())[0].item() * (piece.shape[1] - 1)
-    assert list(found) == ["4", "8"], "a sequence of training has 16"
-    assert found["4"] == pytest.approx(nats / math.log(2) / size, rel=1e-5) and found["8"] != found["4"]
-    trial = language.Language(language.Settings.tiny(), 0, place, "validation")
-    with torch.no_grad():
-        assert "by context" not in trial.evaluate(model)
 
 
 def test_scores_by_source_add_up(tmp_path):

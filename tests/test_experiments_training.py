@@ -102,11 +102,8 @@ def test_what_gates_do_is_looked_at():
     half_lives = (math.log(0.5) / alpha.log()).sort().values
     assert layer["half-life"]["0.5"] == pytest.approx(half_lives[round(0.5 * 7)].item(), rel=1e-4)
     assert layer["half-life"]["0.05"] < layer["half-life"]["0.95"]
-    assert layer["half-life of a token"]["0.5"] == pytest.approx(layer["half-life"]["0.5"], rel=1e-4)
     # the strongest channel of the first head loses 64 ln 5 = 103 nats in a chunk, of the second 64 ln 1.7 = 34
     assert layer["strong chunks"] == 0.5 and layer["chunks"] == 2 * 2 * 2
-    assert layer["decay of a chunk"]["1"] == pytest.approx(64 * math.log(5), rel=1e-4)
-    assert layer["decay of a chunk"]["0.05"] == pytest.approx(-64 * alpha[4].log().item(), rel=1e-4)
     json.dumps(layer, allow_nan=False)
 
 
@@ -131,7 +128,6 @@ def test_gates_of_every_mixer_are_those_of_its_form(mixer, monkeypatch):
     g = given[0] if given[0].ndim == 4 else given[0][..., None]  # [B, T, H, K], or one gate a head
     half_lives = (math.log(0.5) / g.mean((0, 1))).flatten().sort().values
     assert found[0]["half-life"]["0.95"] == pytest.approx(half_lives[round(0.95 * (len(half_lives) - 1))].item())
-    assert found[0]["decay of a chunk"]["1"] == pytest.approx(-g.sum(1).min().item(), rel=1e-5)
 
 
 def test_a_channel_that_forgets_nothing_or_all_is_a_number_in_json():

@@ -90,11 +90,9 @@ def test_every_function_has_a_row_in_who_passes(recorded, monkeypatch):
     monkeypatch.setattr(results, "load", functools.cache(results.load) if recorded else lambda *a, **k: None)
     rows = who_passes.rows()
     assert list(dict.fromkeys(row.function for row in rows)) == list(libraries.FUNCTIONS)
-    tables = who_passes.matrix(rows), who_passes.ungrouped(rows)
-    assert sum(table.count("<tr>") for table in tables) == len(rows) + sum(map(bool, tables))
+    tables = who_passes.matrix(rows) + who_passes.refusals(rows) + who_passes.wrong(rows)
     for row in rows:
-        assert row.note or row.record["groups"], f"{row.name}: an empty row"
-        assert recorded or row.note == "no record yet"
+        assert (row.verdict == "none") == (f">{row.name}<" not in tables), f"{row.name}: in no table"
     assert {name for names in who_passes.verdicts(rows).values() for name in names} == {row.name for row in rows}
 
 
@@ -105,14 +103,28 @@ def test_a_refusal_is_no_wrong_number_in_who_passes():
         "message": "where only q is given: CompilationError: at 3:4:\n  x\nno (f, line 3 of x.py)",
     }
     off = {"case": "b", "quantity": "o", "kind": "error", "error": 3e-5, "budget": 2e-5}
-    record = {"ok": False, "cases": 3, "failures": [refused, off], "diagnosis": []}
+    record = {"ok": False, "cases": 3, "failures": [refused, off], "diagnosis": [], "not_covered": {"dq": 2}}
     record |= {"smallest": "a small a", "reproduction": "check.kernel(only='a')"}
     row = who_passes.Row("fla.chunk_gla", "fla.chunk_gla fp32", {"environment": {"gpu": "CPU"}}, record)
-    assert row.counts == (3, 1, 1) and "1 wrong, 1 refused" in row.note
-    assert row.worst == 1.5 and who_passes.verdicts([row])["near"] == ["fla.chunk_gla fp32"]
-    assert "<td>1</td><td>CompilationError: no</td>" in who_passes.refusals([row])
+    assert row.counts == (3, 1, 1) and row.right == 1
+    assert row.worst == 1.5 and who_passes.verdicts([row])["wrong"] == ["fla.chunk_gla fp32"]
+    assert "<td>1 of 3</td><td>1</td><td>CompilationError: no</td>" in who_passes.refusals([row])
     assert "only=&#x27;b&#x27;" in who_passes.details([row]), "the shrunken case fails as the first failure does"
     record["failures"].reverse()
-    assert "a small a" in who_passes.details([row]) and "3.0e-05, 1.5 budgets" in who_passes.details([row])
+    assert "a small a" in who_passes.details([row])
+    assert "<td>3.0e-05</td><td>2.0e-05</td><td>1.5</td>" in who_passes.wrong([row])
     record["failures"].append({"case": "b", "quantity": "o", "kind": "not finite", "error": "nan", "budget": 1.0})
-    assert row.worst == float("inf") and who_passes.verdicts([row])["wrong"] == ["fla.chunk_gla fp32"]
+    assert row.worst == float("inf") and "<td>not finite</td>" in who_passes.wrong([row])
+
+
+def test_who_passes_names_every_refusal_and_the_sizes_that_are_refused():
+    """A refusal that the page calls one of sizes comes from them: the cases of all other sizes are not refused."""
+    refused = {"K or V no multiple of 8": lambda n: n % 8, "K or V below 16": lambda n: n < 16}
+    for row in who_passes.rows():
+        cases = {case.name: case for case in check.cases(libraries.FUNCTIONS[row.function].mechanism)}
+        for failure in (row.record or {}).get("failures", ()):
+            if failure["kind"] in who_passes.NO_NUMBER:
+                reasons = [why for part, why in who_passes.REASONS.items() if part in failure["message"]]
+                assert reasons, f"{row.name}: {failure['message']}"
+                if reasons[0] in refused and (case := cases.get(failure["case"])):
+                    assert any(map(refused[reasons[0]], (case.K, case.V))), f"{row.name}: {case}"

@@ -3,7 +3,6 @@
     python tools/compile_kernels.py [CASE ...] [--arch 75 80 ...]    # default: all; needs no GPU, some minutes
     python tools/compile_kernels.py --triton --arch 90    # with the other versions of Triton that readers have
     python tools/compile_kernels.py --gluon --arch 90    # only the launches of Gluon kernels
-    python tools/compile_kernels.py --triton 3.9.0 --arch 90 --json benchmarks/results/compiled-versions.json
     python tools/compile_kernels.py --changed --arch 90    # only launches whose plan or source changed (--record: all)
 
 A plan says what a call launches on any class of GPU, and Triton's compiler needs a target, not a device; the assembler
@@ -25,7 +24,6 @@ import argparse
 import contextlib
 import hashlib
 import io
-import json
 import os
 import re
 import sys
@@ -40,7 +38,6 @@ import torch
 import triton
 from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import compiler as nvidia
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import barriers
@@ -177,7 +174,7 @@ def compiled(launch: Launch, arch: int) -> dict:
         "shared": kernel.metadata.shared,
         "broken": broken(kernel.asm["ttgir"])
         + unmet(kernel.asm["ptx"])
-        + barriers.unkept(kernel.asm["ttgir"], arch, kernel.asm["ptx"])
+        + barriers.unkept(kernel.asm["ttgir"])
         + [f"reads a uniform register that nothing has set: {text}" for text in sass.unset(kernel.asm["cubin"])],
     }
 
@@ -264,11 +261,10 @@ def compile_case(task: tuple[int, str, bool, list[str] | None]) -> dict:
     """Every launch of a case for a class, or only those of Gluon kernels, or of these fingerprints.
 
     Returns:
-        {"rows": [...], "gluon": rows of Gluon kernels by module and name, "refused": what the plan said, "failed":
-        what went wrong}.
+        {"rows": [...], "right": fingerprints, "refused": what the plan said, "failed": what went wrong}.
     """
     arch, name, gluon, marks = task
-    found = {"arch": arch, "case": name, "rows": [], "gluon": [], "right": [], "refused": "", "failed": ""}
+    found = {"arch": arch, "case": name, "rows": [], "right": [], "refused": "", "failed": ""}
     try:
         chosen = launches(arch, name, gluon)
         if marks is not None:
@@ -283,9 +279,6 @@ def compile_case(task: tuple[int, str, bool, list[str] | None]) -> dict:
             continue
         found["rows"] += [] if row in found["rows"] else [row]
         found["right"] += [] if row["broken"] else [fingerprint(launch, arch)]
-        if launch.kernel.is_gluon():
-            module = launch.kernel.__module__.rpartition(".")[2]
-            found["gluon"].append(row | {"kernel": f"{module}.{launch.name}"})
     return found
 
 
@@ -306,46 +299,12 @@ def wrongs(found: dict) -> list[str]:
     return [f"sm_{arch}, {found['case']}, {text}" for text in wrong]
 
 
-def most_registers(row: dict) -> int:
-    """Registers per thread of a launch; of the role with the most, if the program has roles."""
-    return max(map(int, str(row["registers"]).split()))
-
-
-def summary(everything: list[dict], which: str, seconds: float) -> dict:
-    """This Triton, its assemblers, and the results of one class, for the record of all versions.
-
-    Args:
-        everything: what `compile_case` found.
-        which: "all", or "gluon" if only the launches of Gluon kernels were compiled.
-        seconds: how long the compiler took.
-    """
-    (arch,) = {found["arch"] for found in everything}
-    gluon: dict[str, dict] = {}
-    for row in (row for found in everything for row in found["gluon"]):
-        worst = gluon.setdefault(row["kernel"], {"registers": 0, "spilled": 0})
-        worst |= {"registers": max(worst["registers"], most_registers(row))}
-        worst |= {"spilled": max(worst["spilled"], row["spilled"])}
-    return {
-        "triton": triton.__version__,
-        "arch": arch,
-        "launches": which,
-        "assembler": other_tritons.assembler(nvidia.get_ptxas(arch).path),
-        **other_tritons.assemblers(triton.__file__),
-        "cases": len(everything),
-        "refused": [found["case"] for found in everything if found["refused"]],
-        "failed": [text for found in everything for text in wrongs(found)],
-        "seconds": round(seconds),
-        "gluon": gluon,
-    }
-
-
 def arguments() -> argparse.Namespace:
     known = [int(name.removeprefix("sm_")) for name in CLASSES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
     parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--json", type=Path, help="with --triton: where to write a row per version")
     parser.add_argument("--changed", action="store_true", help=f"only {LIMIT} launches that {LAUNCHES.name} lacks")
     parser.add_argument(
         "--record", action="store_true", help=f"write the launches that compiled right to {LAUNCHES.name}"
@@ -354,18 +313,13 @@ def arguments() -> argparse.Namespace:
     versions = ", ".join(other_tritons.VERSIONS)
     about = f"compile with these versions instead; none: all of {versions} but the pinned"
     parser.add_argument("--triton", nargs="*", type=other_tritons.version, metavar="VERSION", help=about)
-    parser.add_argument("--summary", type=Path, help=argparse.SUPPRESS)  # one version's part of the record
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES | WIDE):
         parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
     if args.changed and len(args.arch) > 1:
         parser.error("--changed: expected one class of GPU")
-    if args.json and args.triton is None:
-        parser.error("--json: expected --triton, whose versions have a row each")
     if args.triton is None and triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET: expected it to be unset, since nothing is compiled with it")
-    if args.triton is not None and args.json and (args.cases or len(args.arch) > 1):
-        parser.error("--json: expected all cases of one class of GPU with --triton")
     return args
 
 
@@ -386,7 +340,7 @@ def main() -> None:
     args = arguments()
     if args.triton is not None:
         options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
-        sys.exit(other_tritons.compile_with(args.triton, options, args.json))
+        sys.exit(other_tritons.compile_with(args.triton, options))
     tasks = [
         (arch, name, args.gluon, None)
         for arch in args.arch
@@ -409,9 +363,6 @@ def main() -> None:
     if args.record:
         rows = [{"arch": x["arch"], "fingerprint": mark} for x in everything if not wrongs(x) for mark in x["right"]]
         results.merge(LAUNCHES, results.environment(None), "launches", rows, key=("arch", "fingerprint"))
-    if args.summary:
-        kept = summary(everything, "gluon" if args.gluon else "all", time.time() - begun)
-        args.summary.write_text(json.dumps(kept))
     sys.exit("\n".join(wrong) or 0)
 
 

@@ -47,8 +47,11 @@ PARTS = {
         (*CODE, *TESTS, *BOOK),
         "whole ladders and sweeps, properties 300 times",
     ),
-    "kit": Part(f"test-deep 'TESTS={KIT}'", (*CODE, *APART, "tests", "tools"), "the check kit's sweeps"),
-    "mutants": Part("mutants", (*CODE, *APART, "tools/mutants.py"), "the check kit against every named mistake"),
+    "kit": Part(
+        f"test-deep 'TESTS={KIT}'",
+        (*CODE, *APART, "tests", "tools"),
+        "the check kit's sweeps, every named mistake, every form",
+    ),
     "orders": Part("test-orders", (*CODE, *APART, "tests"), "sums in the orders of two other processors' BLAS"),
     "browser": Part(
         "test-browser", (*CODE, *BOOK, "tests/browser", "tools"), "every page in a browser, and its seconds"

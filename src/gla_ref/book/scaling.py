@@ -6,7 +6,8 @@ message costs a fixed time, which was measured, and its bytes at the link's publ
 :mod:`gla_ref.over_ranks.links`. The measurements are in the records of benchmarks/scaling.py.
 
 One GPU alone and one GPU among many do the same work: each finds its own sum, and then walks. With few heads a GPU
-alone cuts its text into segments that fill the GPU, so it makes the sums of its segments too.
+alone cuts its text into segments that fill the GPU, so it makes the sums of its segments too. All kernels are as fast
+as the memory here, while a rank's maps may come from a slower kernel than the sums of segments (chapter 25 has both).
 """
 
 from __future__ import annotations

@@ -14,10 +14,22 @@ from typing import NamedTuple
 from .. import results
 from ..compat.libraries import FUNCTIONS
 
-__all__ = ["NEAR", "NO_NUMBER", "Row", "claims", "details", "matrix", "refusals", "rows", "ungrouped", "verdicts"]
+__all__ = ["NO_NUMBER", "REASONS", "Row", "claims", "details", "matrix", "refusals", "rows", "verdicts", "wrong"]
 
 NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of failures without a number to judge
-NEAR = 2.0  # a wrong number within so many budgets is counted apart
+REASONS = {  # what a function refuses, by a part of its message
+    "No available kernel": "K or V no multiple of 8",
+    "K >= 16": "K or V below 16",
+    "shared memory": "wide heads",
+    "upgrade Triton": "gradients",
+    "Backward pass": "gradients",
+    "scale must be positive": "a scale of 0 or less",
+    "'NoneType' object": "gradients where the state needs none",
+    "size of tensor": "value heads that share a key head",
+}
+
+
+QUANTITY = re.compile(r"o|S|d\w+|[kv]_cache")  # what may be missing of a case that was judged
 
 
 class Row(NamedTuple):
@@ -30,7 +42,7 @@ class Row(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int, int] | None:
-        """Cases that were tried, gave a wrong number, and gave no number; None without a verdict."""
+        """Cases that were tried, gave a wrong number, and were refused; None without a verdict."""
         r = self.record
         if r is None or r["ok"] is None:
             return None
@@ -46,24 +58,18 @@ class Row(NamedTuple):
         return max((_budgets(f) for f in wrong), default=0.0)
 
     @property
-    def verdict(self) -> str:
-        """The gravest thing in the record: wrong, near (a wrong number within NEAR), refuses, right, none."""
-        if self.counts is None:
-            return "none"
-        if self.worst:
-            return "wrong" if self.worst >= NEAR else "near"
-        return "refuses" if self.counts[2] else "right"
+    def right(self) -> int:
+        """Cases that are right: not those that were left out because the function lacks an argument."""
+        tried, wrong, refused = self.counts
+        left = {name: n for name, n in self.record["not_covered"].items() if not QUANTITY.fullmatch(name)}
+        return tried - wrong - refused - sum(left.values())
 
     @property
-    def note(self) -> str:
-        """A sentence where the record has no count for each group of cases."""
-        r = self.record
-        if r is None:
-            return "no record yet"
-        if r["ok"] is None:
-            return f"no verdict: stopped after {r['seconds']:.0f} s"
-        tried, wrong, refused = self.counts
-        return "" if r.get("groups") else f"{tried} cases: {wrong} wrong, {refused} refused"
+    def verdict(self) -> str:
+        """The gravest thing in the record: wrong (a number over its budget or not finite), refuses, right, or none."""
+        if self.counts is None:
+            return "none"
+        return "wrong" if self.worst else "refuses" if self.counts[2] else "right"
 
 
 def _budgets(failure: dict) -> float:
@@ -96,7 +102,7 @@ def _claimed(name: str, dtype: str) -> bool:
 
 def verdicts(rows: list[Row]) -> dict[str, list[str]]:
     """Return the rows' names by verdict; a name is a function and a dtype, which two machines may have judged."""
-    by = {kind: {} for kind in ("wrong", "near", "refuses", "right", "none")}
+    by = {kind: {} for kind in ("wrong", "refuses", "right", "none")}
     for row in rows:
         by[row.verdict][row.name] = None
     return {kind: [*names] for kind, names in by.items()}
@@ -110,27 +116,25 @@ def _cell(counts: dict | None) -> str:
     if wrong:
         return f'<b class="wrong" title="{wrong} of {tried} cases give a wrong number">✗ {wrong} of {tried}</b>'
     if refused:
-        return f'<span class="refused" title="{refused} of {tried} cases give no number">! {refused} of {tried}</span>'
-    return f'<span class="right" title="{tried} cases are right">✓</span>'
+        return f'<span class="refused" title="{refused} of {tried} cases are refused">! {refused} of {tried}</span>'
+    return '<span class="right" title="right in every case that it takes">✓</span>'
 
 
 def matrix(rows: list[Row]) -> str:
-    """Return the table as HTML: a row for each record that counts its cases by group, a column for each group."""
-    grouped = [row for row in rows if not row.note]
+    """Return, as HTML, a row for each record that counts its cases by group, a column for each group.
+
+    A function that refuses most cases has no row: its cells would all say the one thing that :func:`refusals` says.
+    """
+    grouped = [row for row in rows if row.counts and row.record.get("groups") and 2 * row.counts[2] < row.counts[0]]
     groups = list(dict.fromkeys(g for row in grouped for g in row.record["groups"]))
-    lines = [
-        f"<tr><th>{escape(row.name)}</th><td>{escape(_on(row))}</td>"
-        + "".join(f"<td>{_cell(row.record['groups'].get(g))}</td>" for g in groups)
-        + "</tr>"
-        for row in grouped
-    ]
+    lines = []
+    for row in grouped:
+        counts = dict(row.record["groups"])
+        if counts["scales"]["tried"] == row.record["not_covered"].get("scale"):
+            counts["scales"] = None
+        cells = "".join(f"<td>{_cell(counts.get(g))}</td>" for g in groups)
+        lines.append(f"<tr><th>{escape(row.name)}</th><td>{escape(_on(row))}</td>{cells}</tr>")
     return _table(("function", "on", *groups), lines) if lines else ""
-
-
-def ungrouped(rows: list[Row]) -> str:
-    """Return, as HTML, a line for each row that the table leaves out, and why."""
-    lines = [f"<tr><td>{escape(row.name)}</td><td>{_on(row)}</td><td>{row.note}</td></tr>" for row in rows if row.note]
-    return _table(("function", "on", "what its record says"), lines) if lines else ""
 
 
 def _on(row: Row) -> str:
@@ -164,7 +168,7 @@ def _line(message: str) -> str:
 
 
 def refusals(rows: list[Row]) -> str:
-    """Return, as HTML, what the functions raised or returned instead of a number, and in how many cases."""
+    """Return, as HTML, what the functions refuse, in how many cases, and their messages."""
     lines = []
     for row in rows:
         said = {
@@ -173,17 +177,26 @@ def refusals(rows: list[Row]) -> str:
             if f["kind"] in NO_NUMBER
         }
         for line, n in Counter(line for _, line in said).most_common():
-            lines.append(f"<tr><td>{escape(row.name)}</td><td>{n}</td><td>{escape(line)}</td></tr>")
-    return _table(("function", "cases", "error, or what was returned"), lines) if lines else ""
+            reason = next((why for part, why in REASONS.items() if part in line), "")
+            cells = row.name, reason, f"{n} of {row.counts[0]}", row.right, line
+            lines.append("<tr>" + "".join(f"<td>{escape(str(x))}</td>" for x in cells) + "</tr>")
+    return _table(("function", "refuses", "cases", "right", "its message"), lines) if lines else ""
 
 
-def _wrong(row: Row) -> str:
-    """How often a row is wrong, and its worst number."""
-    first = max((f for f in row.record["failures"] if f["kind"] not in NO_NUMBER), key=_budgets)
-    tried, wrong, _ = row.counts
-    what = f"{first['quantity']} of <i>{escape(first['case'])}</i> is "
-    off = "not finite" if row.worst == float("inf") else f"off by {float(first['error']):.1e}, {row.worst:.1f} budgets"
-    return f"<b>{escape(row.name)}</b> ({escape(_on(row))}): wrong in {wrong} of {tried} cases; {what}{off}"
+def wrong(rows: list[Row]) -> str:
+    """Return, as HTML, the functions with wrong numbers, the worst first, and where they are wrong."""
+    lines = []
+    for row in sorted((row for row in rows if row.worst), key=lambda row: -row.worst):
+        failures = [f for f in row.record["failures"] if f["kind"] not in NO_NUMBER]
+        worst, cases = max(failures, key=_budgets), ", ".join(dict.fromkeys(f["case"] for f in failures))
+        finite = row.worst < float("inf")
+        off = (f"{float(worst['error']):.1e}", f"{row.worst:.1f}") if finite else ("not finite", "")
+        count = f"{row.counts[1]} of {row.counts[0]}"
+        cells = row.name, _on(row), count, cases, worst["quantity"], off[0], f"{worst['budget']:.1e}", off[1]
+        lines.append("<tr>" + "".join(f"<td>{escape(x)}</td>" for x in cells) + "</tr>")
+    return (
+        _table(("function", "on", "wrong", "in the cases", "worst", "error", "budget", "ratio"), lines) if lines else ""
+    )
 
 
 def _lines(record: dict) -> tuple[str, str]:
@@ -199,18 +212,17 @@ def _lines(record: dict) -> tuple[str, str]:
 
 
 def details(rows: list[Row]) -> str:
-    """Return, folded, the wrong numbers of each function and lines that show one: not finite first, then by budgets."""
+    """Return, folded, lines that show the worst wrong number of each function, in the order of :func:`wrong`."""
     by = {}
     for row in sorted((row for row in rows if row.worst), key=lambda row: -row.worst):
-        by.setdefault(row.function, []).append(row)
+        by.setdefault(row.function, row)
     parts = []
-    for first, *others in by.values():
-        named = "; ".join(d["mistake"] for d in first.record["diagnosis"])
-        if first.worst < float("inf"):
+    for row in by.values():
+        named = "; ".join(d["mistake"] for d in row.record["diagnosis"])
+        if row.worst < float("inf"):
             named = named.replace(": not a number after a reset", ", which lose digits after a strong gate")
-        lines, note = _lines(first.record)
-        parts.append(f"<details><summary>{_wrong(first)}</summary>")
-        parts.extend(f"<p>Also {_wrong(row)}.</p>" for row in others)
+        lines, note = _lines(row.record)
+        parts.append(f"<details><summary><b>{escape(row.name)}</b> ({escape(_on(row))})</summary>")
         parts.append(f"<p>The kit's explanation: {escape(named)}.</p>" if named else "")
         parts.append(f"{note}<pre>{escape(lines)}</pre></details>")
     return "".join(parts)

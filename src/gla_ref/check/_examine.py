@@ -25,7 +25,7 @@ from ._cases import Case
 from ._claims import Claim
 from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._mechanisms import Kind
-from ._names import Seen, by_head, by_name, by_terms, stale
+from ._names import Seen, by_head, by_name, by_terms
 from ._report import Report, Row
 from ._run import Found, Trial, attempt, observe
 from ._where import ONLY, Bounds, Spent, by_gates, common, locate, plainly, smaller
@@ -173,12 +173,12 @@ class Examiner:
         return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing[:LONE]))
 
     def explain(self, report: Report, calls: list[Seen]) -> list[dict]:
-        """The mistakes that the kernel behaves like, by all calls in their order; bounds if nothing explains all."""
+        """The mistakes that the kernel behaves like, by all calls; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
         telling = sorted(self.telling, key=numbers)
         named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, self.called, telling)
-        matches = [it for it in named if not it.somewhere] or stale(mechanism, calls)
+        matches = [it for it in named if not it.somewhere]
         terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
         matches = matches or [it for it in terms if not it.somewhere]
         where = ""

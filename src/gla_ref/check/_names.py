@@ -1,4 +1,4 @@
-"""Names for a wrong kernel: a known mistake, a wrong term, another head, an earlier call ("Check your kernel").
+"""Names for a wrong kernel: a known mistake, a wrong term, another head (appendix "Check your kernel").
 
 There is one way to compare: a mistake's quantities, in float64, must be the kernel's wherever the kernel is wrong. If
 the mistake would be wrong nowhere else it explains the kernel, otherwise a part of it. What is looked at does not
@@ -30,7 +30,6 @@ BETTER = 0.75  # the part of a largest error beyond its budget that may be left:
 AS_WRONG = 4.0  # times larger or smaller may a kernel's error be than that of the mistake in rounding that it makes
 TIGHT = 0.5  # distance at most, of a mistake that is made in some places only
 PLAIN = 4.0  # budgets that something must be wrong by to get a name of its place: less may be rounding
-NEAR = 2.0  # budgets within which all that is wrong may be rounding, and not an earlier call's
 FIRST, REST = 4, 12  # failing calls in which every mistake is compared, and in which those that are left are
 PASSING = 8  # calls that pass, besides the telling ones, in which a mistake must not show
 CHUNKS = (16, 32, 64, 128)  # what a kernel's chunks may be
@@ -55,7 +54,7 @@ class Seen:
 
         They are all elements in the heads, channels, sequences and spans of tokens that hold something wrong.
         """
-        return {n: self.places(n) for n in self.given if differs(self.problem, n, self.given[n])}
+        return {n: self.places(n) for n in self.given if not in_budgets(self.problem, n, self.given[n]) <= 1}
 
     @property
     def forward(self) -> list[str]:
@@ -85,11 +84,6 @@ class Seen:
                         here[a + int(some[0]) : a + int(some[-1]) + 1] = True
             places &= here.view(-1, *[1] * (wrong.ndim - dim - 1))
         return places
-
-
-def differs(p: Problem, name: str, x: Tensor) -> bool:
-    error, budget = p.judge(name, x)
-    return not error <= budget
 
 
 def in_budgets(p: Problem, name: str, x: Tensor) -> float:
@@ -253,7 +247,7 @@ def compared(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match
                     continue
                 beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
                 if m.rounding or m.overflow:
-                    shown |= {n} if differs(p, n, made[n]) else set()
+                    shown |= {n} if not in_budgets(p, n, made[n]) <= 1 else set()
                 elif n in s.wrong:
                     shown |= {n} if beyond.any() else set()
                     elsewhere = int((beyond & ~s.wrong[n]).sum())
@@ -495,38 +489,6 @@ def by_terms(
     follows = FOLLOWS if {*gates(kind)} & wrong - {*names} and names[0].startswith("d") else ""
     own = frozenset(names)
     return [Match(Mistake("; ".join(said), line, None, ()), shown=own, own=own, somewhere=somewhere, follows=follows)]
-
-
-# -- earlier calls -------------------------------------------------------------------------------
-KEPT = "the same call again"
-
-
-def stale(mechanism: str, seen: Sequence[Seen]) -> list[Match]:
-    """Tensors of an earlier case in place of a case's own, of the same sizes, if that explains all that is wrong.
-
-    `seen` is in the order of the calls.
-    """
-    kind, right = MECHANISMS[mechanism], apply(mechanism, None)
-    wrong = [i for i, s in enumerate(seen) if s.wrong and s.small]
-    if not any(not in_budgets(s.problem, n, s.given[n]) <= NEAR for s in (seen[i] for i in wrong) for n in s.wrong):
-        return []
-    for role, names in (("gates", kind.named("gate")), ("the initial state", tuple(kind.states)), ("keys", ("k",))):
-        name = f"{role} of an earlier call of the same sizes: something is kept between calls"
-        m, worst = Mistake(name, KEPT, None, ()), 0.0
-        for i in wrong[:2] + wrong[-1:]:
-            p = seen[i].problem
-            sizes = [p.inputs[n].shape for n in names if n in p.inputs]
-            before = [s.problem for s in seen[:i]]
-            before = [q for q in before if [q.inputs[n].shape for n in names if n in q.inputs] == sizes]
-            if not sizes or not before:
-                worst = math.inf
-                break
-            x = p.inputs | {n: before[0].inputs[n] for n in names}
-            made = evaluate(right, kind, x, p.case)
-            worst = max(worst, *(distance(m, seen[i], n, made[n]) for n in seen[i].wrong))
-        if worst <= 1:
-            return [Match(m, distance=worst)]
-    return []
 
 
 # -- other heads ---------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from ._where import SHADES
 
 CUT = "The search for bounds was cut off: its calls were spent."
 SCALE = f"a space is within budget, each of {SHADES[1:]} half a power of ten further"
-LOW, HIGH = -2, 8  # powers of ten of error / budget that a bar spans
 WIDTH, LEFT, SIDE = 480, 80, 14  # of a picture, of its margin; most that a cell may measure
 
 
@@ -217,17 +216,6 @@ def times(row: Row) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}" if ratio < 1e9 else f"{ratio:.0e}"
 
 
-def bar(ratio: float) -> str:
-    """A bar on a scale of powers of ten, with a line where the budget ends."""
-    power = math.log10(ratio) if 0 < ratio < math.inf else LOW if ratio == 0 else HIGH
-    length, line = ((x - LOW) / (HIGH - LOW) for x in (min(max(power, LOW), HIGH), 0))
-    kind = "in" if ratio <= 1 else "out"
-    return (
-        f'<div class="bar" aria-hidden="true"><i class="{kind}" style="width:{100 * length:.0f}%"></i>'
-        f'<b style="left:{100 * line:.0f}%"></b></div>'
-    )
-
-
 def table(report: Report) -> Iterator[str]:
     """Every quantity's worst error over its budget."""
     if all(row.error is None for row in report.rows):
@@ -235,13 +223,13 @@ def table(report: Report) -> Iterator[str]:
     yield (
         '<div class="errors" tabindex="0" role="region" aria-label="errors and budgets"><table><thead>'
         '<tr><th scope="col">quantity</th><th scope="col">cases</th>'
-        '<th scope="col">failed</th><th scope="col">worst error / budget</th><th></th>'
+        '<th scope="col">failed</th><th scope="col">worst error / budget</th>'
         '<th scope="col">case</th></tr></thead><tbody>'
     )
     for name, cases, wrong, worst, said in by_quantity(report):
         yield (
             f'<tr><th scope="row">{escape(name)}</th><td>{cases}</td><td>{wrong}</td>'
-            f"<td>{times(worst)}</td><td>{bar(worst.ratio)}</td><td>{escape(said)}</td></tr>"
+            f"<td>{times(worst)}</td><td>{escape(said)}</td></tr>"
         )
     yield "</tbody></table></div>"
 
@@ -373,11 +361,8 @@ html[data-theme=dark] .bd-content div.cell_output .text_html:has(> div.gla-check
 .gla-check :is(th, td) { padding: .15rem .6rem .15rem 0; text-align: left; background: none; color: inherit;
   white-space: nowrap }
 .gla-check thead th { border-bottom: 1px solid; font-weight: 600 }
-.gla-check .bar { position: relative; width: 10rem; height: .75rem }
-.gla-check .bar i { display: block; height: 100%; min-width: 2px; background: var(--check-in) }
-.gla-check .bar i.out, .gla-check .legend i { background: var(--check-out) }
-.gla-check .bar b { position: absolute; top: -.15rem; bottom: -.15rem; border-left: 2px solid }
-.gla-check .legend { font-size: .875rem } .gla-check .legend i { display: inline-block; width: .8rem; height: .8rem }
+.gla-check .legend { font-size: .875rem }
+.gla-check .legend i { display: inline-block; width: .8rem; height: .8rem; background: var(--check-out) }
 .gla-check svg { display: block; width: 100%; max-width: 40rem; height: auto; font: 13px system-ui, sans-serif }
 .gla-check svg text { fill: currentColor } .gla-check svg .middle { text-anchor: middle }
 .gla-check svg .end { text-anchor: end } .gla-check svg .ground { fill: currentColor; fill-opacity: .08 }

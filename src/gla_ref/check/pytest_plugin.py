@@ -16,8 +16,8 @@ from fnmatch import fnmatch
 
 import pytest
 
-from . import Report, kernel
-from ._claims import Claim, claimed, dtype_of
+from . import Report, kernel, selected
+from ._claims import Claim, dtype_of
 from ._words import annotations, source
 
 ANNOTATIONS = pytest.StashKey[list[str]]()
@@ -52,23 +52,17 @@ def pytest_generate_tests(metafunc):
     try:
         mechanism, fn = mark.args
         claim = Claim.of(options.get("supports", getattr(fn, "supports", None)))
-        dtype = dtype_of(options.get("dtype", "fp32"))
-        cases = claimed(mechanism, options["level"], options["seed"], claim, dtype).cases
+        how = {n: options[n] for n in ("level", "only", "skip", "seed") if n in options}
+        *_, cases = selected(mechanism, claim, dtype_of(options.get("dtype", "fp32")), **how)
     except (TypeError, ValueError) as reason:
         pytest.fail(str(reason), pytrace=False)
-    skip, expected = options.get("skip", ()), options.get("xfail", {})
-    skip = (skip,) if isinstance(skip, str) else skip
-    chosen = []
+    chosen, expected = [], options.get("xfail", {})
     for case in cases:
-        if fnmatch(case.name, options.get("only", "*")) and not any(fnmatch(case.name, p) for p in skip):
-            reasons = [reason for pattern, reason in expected.items() if fnmatch(case.name, pattern)]
-            marks = [pytest.mark.xfail(reason=reason, strict=True) for reason in reasons]
-            chosen.append(pytest.param(case, id=case.name.replace(" ", "_"), marks=marks))
-    if not chosen:
-        got = f"{options.get('only')!r}, and skip {skip!r}"
-        pytest.fail(f"only: expected a pattern that fits a case, got {got}", pytrace=False)
+        reasons = [reason for pattern, reason in expected.items() if fnmatch(case.name, pattern)]
+        marks = [pytest.mark.xfail(reason=reason, strict=True) for reason in reasons]
+        chosen.append(pytest.param(case, id=case.name.replace(" ", "_"), marks=marks))
     for pattern in expected:
-        if not any(fnmatch(param.values[0].name, pattern) for param in chosen):
+        if not any(fnmatch(case.name, pattern) for case in cases):
             pytest.fail(f"xfail: expected a pattern that fits a case of this test, got {pattern!r}", pytrace=False)
     metafunc.parametrize("gla_ref_case", chosen, indirect=True)
 

@@ -43,8 +43,9 @@ def theirs(name: str) -> Callable:
 
     The first call imports fla. Linear attention is called with `normalize=False`, and boundaries are int64. fla
     documents log gates from logsigmoid, which are finite, states in float32, packed sequences as in flash-attn, and no
-    limit on T, K or V. The function's attribute `supports` states this claim: the check kit replaces gates of -inf
-    (hard resets) by the ladder's lowest finite gates, and counts every case.
+    limit on T, K or V, though some functions refuse odd or narrow K and V. The function's attribute `supports` states
+    this claim: the check kit replaces gates of -inf (hard resets) by the ladder's lowest finite gates, and counts every
+    case.
 
     Args:
         name: one of the functions of this module, such as "chunk_gla".

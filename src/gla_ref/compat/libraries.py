@@ -35,6 +35,8 @@ NOT_DIVIDED = {"normalize": False}  # linear attention, which fla normalises unl
 STATELESS = {"state": False}
 FLOAT32 = {"dtypes": ("fp32",)}  # it returns float32, or cannot multiply it by other tokens
 EVEN = {"multiples": {"K": 2, "V": 2}}  # as chunk_bwd_dv asserts
+SIXTEENS = {"multiples": {"K": 16, "V": 16}}  # a backward kernel takes no fewer than 16 channels, and does not pad
+EIGHTS = {"packed": False, "state": False, "multiples": {"K": 8, "V": 8}}  # as PyTorch's choice of a backend asks
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,12 @@ def _sdpa(backend: str, *devices: str, supports: Mapping | Callable | None = Non
 
 
 FROM_FLA = (
-    _fla("gla", "chunk_gla"),
+    _fla("gla", "chunk_gla", supports=SIXTEENS),
     _fla("gla", "fused_recurrent_gla", names={"g": "gk"}),
     _fla("simple_gla", "chunk_simple_gla"),
     _fla("simple_gla", "fused_chunk_simple_gla"),
     _fla("simple_gla", "fused_recurrent_simple_gla"),
-    _fla("simple_gla", "parallel_simple_gla", takes=("scale", "cu_seqlens"), options={}, supports=STATELESS),
+    _fla("simple_gla", "parallel_simple_gla", takes=("scale", "cu_seqlens"), options={}, supports=STATELESS | SIXTEENS),
     _fla("linear_attention", "fused_chunk_linear_attn", options=NOT_DIVIDED | WITH_STATE),
     _fla("linear_attention", "fused_recurrent_linear_attn", options=NOT_DIVIDED | WITH_STATE),
     _fla("linear_attention", "chunk_linear_attn", options=NOT_DIVIDED | WITH_STATE, supports=EVEN),
@@ -176,7 +178,7 @@ FROM_FLA = (
         grouped=False,
     ),
     _naive("gated_delta_rule", "naive_recurrent_gated_delta_rule", supports=FLOAT32),
-    _naive("gated_delta_rule", "naive_chunk_gated_delta_rule", supports=FLOAT32),
+    _naive("gated_delta_rule", "naive_chunk_gated_delta_rule", supports=FLOAT32, grouped=False),
     _naive("kda", "naive_recurrent_kda"),
     _naive("kda", "naive_chunk_kda", 64),
 )
@@ -185,8 +187,8 @@ FUNCTIONS = {f"fla.{entry.name}": entry for entry in FROM_FLA} | {
     "transformers.torch_chunk_gated_delta_rule": _transformers("torch_chunk_gated_delta_rule"),
     "torch.sdpa_math": _sdpa("MATH", *BOTH),
     "torch.sdpa_flash": _sdpa("FLASH_ATTENTION", *BOTH, supports=equal_widths),
-    "torch.sdpa_efficient": _sdpa("EFFICIENT_ATTENTION", "cuda"),
-    "torch.sdpa_cudnn": _sdpa("CUDNN_ATTENTION", "cuda"),
+    "torch.sdpa_efficient": _sdpa("EFFICIENT_ATTENTION", "cuda", supports=EIGHTS),
+    "torch.sdpa_cudnn": _sdpa("CUDNN_ATTENTION", "cuda", supports=EIGHTS),
 }
 
 

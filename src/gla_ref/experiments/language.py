@@ -34,7 +34,6 @@ __all__ = ["SIZES", "Language", "Settings", "carry_out", "model_of", "runs"]
 #:
 #: :meta hide-value:
 SIZES = {"tiny": (16, 1, 2), "10M": (256, 7, 4), "40M": (512, 9, 4)}
-CONTEXTS = (128, 512)  # tokens that a result may see of a text, where it is evaluated once more
 TOGETHER = 4096  # tokens that are evaluated at a time, or those of a step if these are more
 
 
@@ -139,27 +138,19 @@ class Language(Task):
         return objective(both[:, :-1], both[:, 1:].contiguous())[0]
 
     def evaluate(self, model) -> dict:
-        """Loss and perplexity of a token, and bits a byte, together and by source; what gates do there.
-
-        Results have "by context" too: bits a byte where the model reads pieces of so many tokens, each from nothing.
-        How much more it needs says how much it uses of the text farther away.
-        """
-        sums = {source: (*self.nats(model, tokens, self.T), size) for source, (tokens, size) in self.sources.items()}
+        """Loss and perplexity of a token, and bits a byte, together and by source; what gates do there."""
+        sums = {source: (*self.nats(model, tokens), size) for source, (tokens, size) in self.sources.items()}
         scores = {source: _scores(*of) for source, of in sums.items()}
         result = _scores(*map(sum, zip(*sums.values(), strict=True))) | {"by source": scores}
-        if self.part == "test":
-            size = sum(size for _, size in self.sources.values())
-            contexts = [n for n in CONTEXTS if n < self.T]
-            nats = {n: sum(self.nats(model, tokens, n)[0] for tokens, _ in self.sources.values()) for n in contexts}
-            result["by context"] = {str(n): x / math.log(2) / size for n, x in nats.items()}
         longest = max((tokens for tokens, _ in self.sources.values()), key=len)
         some = longest[: len(longest) // self.T * self.T].view(-1, self.T)[: self.rows].to(self.device).long()
         layers = gates_of(model, some) if len(some) else []
         return result | ({"gates": layers} if layers else {})
 
-    def nats(self, model, text: Tensor, T: int) -> tuple[float, int]:
+    def nats(self, model, text: Tensor) -> tuple[float, int]:
         """Summed loss of a text in pieces of T tokens, and how many tokens are predicted: all but the first."""
-        text, total, rows = text.to(self.device).long(), 0.0, max(self.rows * self.T, TOGETHER) // T
+        T, text, total = self.T, text.to(self.device).long(), 0.0
+        rows = max(self.rows * T, TOGETHER) // T
         count = (len(text) - 1) // T * T
         pieces = [x[:count].view(-1, T).split(rows) for x in (text[:-1], text[1:])] if count else [(), ()]
         if count < len(text) - 1:

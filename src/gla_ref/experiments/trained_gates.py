@@ -20,7 +20,7 @@ from ..models.mixers import GatedDeltaRule, KimiDeltaAttention, Mamba2, RetNet, 
 __all__ = ["CHUNK", "STRONG", "gates_of", "log_gates"]
 
 CHUNK, STRONG = 64, -80.0  # as in the bfloat16 kernels: a chunk where a channel's log gates sum to less is strong
-SHARES = 0.05, 0.25, 0.5, 0.75, 0.95  # shares of channels, or tokens, at or below a quantile
+SHARES = 0.05, 0.25, 0.5, 0.75, 0.95  # shares of channels at or below a quantile
 LEAST = 1e-9  # nats that a token counts at least: a channel without decay has no half-life
 
 
@@ -47,10 +47,7 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
     Returns:
         one dictionary for each layer:
         "half-life": tokens in which a channel forgets half, by its mean log gate; quantiles over channels;
-        "half-life of a token": the same by the gate of each token alone; quantiles over channels and tokens;
-        "decay of a chunk": nats by which the strongest channel of a head decays in a chunk; quantiles over heads and
-        chunks, and the largest ("1");
-        "strong chunks": the share of chunks, over heads, in which that is beyond STRONG;
+        "strong chunks": the share of chunks, over heads, in which the strongest channel decays beyond STRONG;
         "chunks": how many were looked at.
     """
     layers, handles = [], []
@@ -59,13 +56,11 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
         g = log_gates(layer, args[0])
         C = min(CHUNK, g.shape[1])
         chunks = rearrange(g[:, : g.shape[1] // C * C], "b (n c) h k -> b n c h k", c=C)
-        decay = -chunks.sum(2).amin(-1)  # [b, n, h]
+        decay = chunks.sum(2).amin(-1)  # [b, n, h]
         layers.append(
             {
                 "half-life": _half_lives(g.mean((0, 1))),
-                "half-life of a token": _half_lives(g[:, ::7]),  # a seventh of them: enough for quantiles
-                "decay of a chunk": _quantiles(decay, (*SHARES, 1)),
-                "strong chunks": (decay > -STRONG).float().mean().item(),
+                "strong chunks": (decay < STRONG).float().mean().item(),
                 "chunks": decay.numel(),
             }
         )
@@ -83,10 +78,6 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
 
 
 def _half_lives(g: Tensor) -> dict[str, float]:
-    return _quantiles(math.log(2) / -g.clamp(max=-LEAST), SHARES)
-
-
-def _quantiles(x: Tensor, shares: tuple[float, ...]) -> dict[str, float]:
-    """Quantiles of all elements, by sorting: torch.quantile refuses more than 2^24; NaN and infinity are not JSON."""
-    x = x.flatten().clamp(max=1 / LEAST).sort().values
-    return {str(share): x[round(share * (len(x) - 1))].item() for share in shares}
+    """Quantiles over all elements, by sorting: torch.quantile refuses more than 2^24; infinity is not JSON."""
+    x = (math.log(2) / -g.clamp(max=-LEAST)).flatten().clamp(max=1 / LEAST).sort().values
+    return {str(share): x[round(share * (len(x) - 1))].item() for share in SHARES}

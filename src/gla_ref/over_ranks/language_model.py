@@ -14,8 +14,6 @@ refused. Wrap the module :class:`LossOverRanks` in DDP or FSDP2 like any other m
     loss = DistributedDataParallel(loss)                # or: fully_shard(loss, mesh=mesh[("dp", "cp")]._flatten())
     ...
     loss(tokens.chunk(2, 1)[mesh["cp"].get_local_rank()].cuda()).backward()
-
-    torchrun --standalone --nproc-per-node 2 benchmarks/split_training.py
 """
 
 from __future__ import annotations

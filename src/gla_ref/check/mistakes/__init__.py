@@ -7,7 +7,6 @@ libraries shipped, and what kernels written without knowledge of it were wrong b
 
 Where no mistake of the list is the whole answer, a report looks for these:
 
-* *Earlier calls.* All that is wrong may be right for the gates, the state or the keys of an earlier call.
 * *Terms.* A quantity is often a part of what it should be: left out, without its scale, taken twice. In a chunk it has
   two terms, one from the tokens of the chunk and one from the state, and each may be wrong by itself.
 * *Heads.* Each input is read from every other head and batch entry. If one of them gives the kernel's o, the report

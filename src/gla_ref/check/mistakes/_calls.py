@@ -83,11 +83,6 @@ def at_most_0(x: Tensor) -> Tensor:
     return x - x.detach().clamp_min(0)
 
 
-def later(x: Tensor) -> Tensor:
-    """x[t - 1] in place of x[t], zeros first."""
-    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
-
-
 def decay(g: Tensor) -> Tensor:
     """Total decay of a chunk, `[B, H, K, 1]`."""
     return g.sum(1)[..., None].exp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from math import log
 
@@ -17,16 +18,13 @@ from ._calls import (
     GATED,
     GATES,
     GRADIENT,
-    LINEAR,
     PACK,
     READ,
-    STATES,
     WRITE,
     Call,
     at_most_0,
     backward,
     decay,
-    later,
     mistake,
     read,
     simple,
@@ -41,7 +39,6 @@ def _(c):
     return o - c.own, S
 
 
-simple("k of the previous token", WRITE, lambda c: {"k": later(c.k)})
 simple("scale given by the caller ignored", READ, lambda c: {"scale": None})
 simple("scale from V instead of K", READ, lambda c: {"scale": c.v.shape[-1] ** -0.5 if c.scale is None else c.scale})
 
@@ -63,9 +60,7 @@ def _(c):
 # -- decays ------------------------------------------------------------------------------------
 simple("gate applied after the update instead of before", DECAY, lambda c: {"k": c.k * c.g.exp()}, GATED)
 simple("gate forgotten", DECAY, lambda c: {"g": 0 * c.g.clamp_min(-1)}, GATES)
-simple("gate of the previous token", DECAY, lambda c: {"g": later(c.g)}, GATES)
 simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, GATES)
-simple("factor 1 / ln 2 applied twice", DECAY, lambda c: {"g": c.g / log(2)}, GATES)
 simple("1.44 taken for log2(e)", DECAY, lambda c: {"g": c.g * (1.44 * log(2))}, GATES, fine=True)
 simple("log gate taken for alpha", DECAY, lambda c: {"g": c.g.log()}, GATES)
 
@@ -78,15 +73,13 @@ def _(c):
 
 
 # -- from chunk to chunk -----------------------------------------------------------------------
-def carry(name: str, wrong: Callable[[Call, Tensor], Tensor], mechanisms=STATES) -> None:
-    mistake(name, CARRY, mechanisms, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
+def carry(name: str, wrong: Callable[[Call, Tensor], Tensor]) -> None:
+    mistake(name, CARRY, GATES, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
 
 
-carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.written), GATES)
-carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S, GATES)
-carry("state's decay from chunk to chunk in base 2", lambda c, S: S + (decay(c.g * log(2)) - decay(c.g)) * c.S, GATES)
-carry("state reset between chunks", lambda c, S: S - decay(c.g) * c.S, LINEAR)
-carry("gradient stops at chunk boundaries", lambda c, S: S.detach() if c.q.shape[1] == c.C else S)
+carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.written))
+carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S)
+carry("state's decay from chunk to chunk in base 2", lambda c, S: S + (decay(c.g * log(2)) - decay(c.g)) * c.S)
 
 
 @mistake("tail chunk lost", CARRY, chunked=True)
@@ -190,21 +183,10 @@ def _(c, ends):  # also that of a sequence without tokens
     return o, backward(S, torch.zeros_like)
 
 
-# of o alone: what comes back from the final state has no scale
-for name, tensor in (("dk", "k"), ("dv", "v"), ("gate's gradient", "g"), ("gradient of beta", "beta")):
-
-    @mistake(f"{name} without scale", GRADIENT, {"g": GATES, "beta": tuple({*STATES} - {*LINEAR})}.get(tensor, STATES))
-    def _(c, tensor=tensor):
-        return c.run(**{tensor: backward(getattr(c, tensor), lambda d: d / c.s)})[0], c.run()[1]
-
-
-for name, tensor in (("dq", "q"), ("gate's gradient", "g")):
-
-    @mistake(f"{name} without what the initial state adds", GRADIENT, GATES if tensor == "g" else STATES)
-    def _(c, tensor=tensor):
-        written = c.run(S=torch.zeros_like(c.S))
-        carried = c.run(v=torch.zeros_like(c.v), **{tensor: getattr(c, tensor).detach()})
-        return written[0] + carried[0], written[1] + carried[1]
+@mistake("dq without what the initial state adds", GRADIENT)
+def _(c):
+    written, carried = c.run(S=torch.zeros_like(c.S)), c.run(v=torch.zeros_like(c.v), q=c.q.detach())
+    return written[0] + carried[0], written[1] + carried[1]
 
 
 @mistake("gate's gradient without S_T dS_T, with which its reverse sum begins", GRADIENT, GATES)
@@ -294,7 +276,7 @@ def end_of_sums(c: Call, own: Callable[[Tensor], Tensor] = lambda d: d) -> tuple
     return *summed(c, backward(c.g, own)), Total.apply(c.g)[..., None]
 
 
-def by_sums(c: Call, own: Callable[[Tensor], Tensor], end: float) -> tuple[Tensor, Tensor]:
+def by_sums(c: Call, own: Callable[[Tensor], Tensor] = lambda d: d, end: float = 1.0) -> tuple[Tensor, Tensor]:
     """Chunks whose gates' gradient is made of a sum over the chunk's own terms, and `end` times what its state adds."""
 
     def turn(c, o, S):
@@ -309,9 +291,7 @@ def forwards(d: Tensor) -> Tensor:
     return (d - torch.cat([d[:, 1:], 0 * d[:, :1]], 1)).cumsum(1)
 
 
-for name, own, end in (
-    ("gate's gradient without what comes after its chunk", lambda d: d, 0.0),
-    ("gate's gradient summed from its chunk's first token on", forwards, 1.0),
-    ("gate's gradient summed from its chunk's first token on, without what comes after", forwards, 0.0),
-):
-    mistake(name, GRADIENT, GATED, chunked=True)(lambda c, own=own, end=end: by_sums(c, own, end))
+mistake("gate's gradient without what comes after its chunk", GRADIENT, GATED, chunked=True)(partial(by_sums, end=0.0))
+mistake("gate's gradient summed from its chunk's first token on", GRADIENT, GATED, chunked=True)(
+    partial(by_sums, own=forwards)
+)
