@@ -343,6 +343,8 @@ MISUSED = {  # a change of the tests above, and the message it gets
     "a mark alone": ("(gla_ref_case):\n    gla_ref_case()", "():\n    pass", "to call the fixture gla_ref_case"),
     "no such case": ('only="[lp]*[14d]"', 'only="lenght*"', "only: expected a pattern that fits a case, got 'lenght*'"),
     "no such exception": ('{"length 1": ', '{"lenght 1": ', "xfail: expected a pattern that fits a case of this test"),
+    "no such claim": ('{"K": 64, "V": 64}', '{"size": 64}', "supports: expected K, V, multiples"),
+    "no mark": ("(gla_ref_check)", "(gla_ref_case)", "expected a mark such as"),
     "no such mechanism": ('"gla", right', '"gal", right', "mechanism: expected one of"),
 }
 
@@ -380,15 +382,10 @@ def test_a_report_says_how_pytest_runs_one_case(pytester):
     assert "The other cases may tell more: run them, too." in out
 
 
-def test_levels_and_mistakes_in_a_mark(tests):
+def test_a_level_in_the_command(tests):
     done = tests.runpytest_inprocess(*PLUGIN, "-q", "--collect-only", "-k", "half", "--gla-ref-level", "full")
     full = [case.name for case in check.cases("gla", "full") if fnmatch(case.name, "[lp]*[14d]")]
     assert len([line for line in done.outlines if "[" in line]) == len(full)
-    tests.makepyfile(test_adopted="def test_own(gla_ref_case):\n    pass\n")
-    assert "expected a mark such as" in tests.runpytest_inprocess(*PLUGIN).stdout.str()
-    claim = TESTS.replace('{"K": 64, "V": 64}', '{"size": 64}')
-    tests.makepyfile(test_adopted=claim)
-    assert "supports: expected K, V, multiples" in tests.runpytest_inprocess(*PLUGIN).stdout.str()
 
 
 def test_annotations_in_github_actions(tests, monkeypatch):

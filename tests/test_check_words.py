@@ -2,17 +2,27 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
+import fresh_kernels
 import pytest
+import right_kernels
 import torch
+from cases import thin
 
 from gla_ref import FORMS, check
-from gla_ref.check import mistakes
+from gla_ref.check import Case, mistakes
+from gla_ref.check._claims import Claim
+from gla_ref.check._examine import Examiner
+from gla_ref.check._kernel import SECONDS, Convention, Kernel
 from gla_ref.check._where import affected, by_gates
+from gla_ref.check.mistakes._calls import backward
 
+F32 = torch.float32
 ATTENTION, LINEAR = FORMS["softmax_attention"]["two_pass"], FORMS["linear_attention"]["chunkwise"]
-SCALAR, DELTA = FORMS["simple_gla"]["chunkwise"], FORMS["delta_rule"]["chunkwise"]
+SCALAR, GATED, DELTA = (FORMS[m]["chunkwise"] for m in ("simple_gla", "gla", "delta_rule"))
 
 
 def words(report):
@@ -21,6 +31,9 @@ def words(report):
 
 def named(report):
     return [match["mistake"] for match in report.diagnosis]
+
+
+# wrong kernels
 
 
 def off(form, where):
@@ -33,33 +46,39 @@ def off(form, where):
     return fn
 
 
-# names
+def made(mechanism, name, C=64):
+    """A kernel that makes a mistake of the kit's own list, whatever the kit knows."""
+    m = next(m for m in mistakes.MISTAKES if m.name.startswith(name) and mechanism in m.mechanisms)
+    return mistakes.apply(mechanism, m, C)
 
 
-class Skipped(torch.autograd.Function):
-    """The output, whose gradient is 0 in every 32 tokens whose first has none."""
+def some(mechanism, name, where, C=16):
+    """A kernel that makes such a mistake where a call, or a part of its results, is of some kind."""
+    form, wrong = FORMS[mechanism]["chunkwise"], made(mechanism, name, C)
 
-    @staticmethod
-    def forward(ctx, o):
-        return o.clone()
+    def fn(q, k, v, *gates, scale=None, initial_state=None, cu_seqlens=None):
+        named = {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        return where(q, cu_seqlens, form(q, k, v, *gates, **named), wrong(q, k, v, *gates, **named))
 
-    @staticmethod
-    def backward(ctx, do):
-        tiles = do.split(32, 1)
-        return torch.cat([x * x[:, :1].any() for x in tiles], 1)
+    return fn
+
+
+def whole(condition):
+    return lambda q, cu, right, wrong: wrong if condition(q, cu) else right
+
+
+def wide(q, cu, right, wrong):
+    """Columns of the state beyond 32 are wrong."""
+    (o, S), (_, S_wrong) = right, wrong
+    return o, torch.cat([S[..., :32], S_wrong[..., 32:]], -1)
 
 
 def skipping(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """The gradient of the output is 0 in every 32 tokens whose first has none."""
     o, cached = ATTENTION(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    return Skipped.apply(o) if cu_seqlens is None else o, cached
-
-
-@pytest.mark.deep
-def test_gradients_that_are_missing_are_not_named_by_another_way_to_lose_them():
-    report = check.kernel("softmax_attention", skipping, only=["length *", "loss *"])
-    assert report.failing == ["loss of some tokens"], str(report)
-    assert "wrong with a loss of some tokens only, right without" in words(report)
-    assert not any("tokens on, right" in line for line in report.measured), str(report)  # others would be in the loss
+    if cu_seqlens is None:
+        o = backward(o, lambda do: torch.cat([x * x[:, :1].any() for x in do.split(32, 1)], 1))
+    return o, cached
 
 
 def odd(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -70,31 +89,9 @@ def odd(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.deep
-def test_a_name_must_fit_where_sequences_have_tokens():
-    report = check.kernel("linear_attention", odd, only=["length *", "packed*"])
-    assert report.failing == ["packed", "packed with scale"], str(report)
-    assert not report.diagnosis, str(report)
-    assert "wrong with 3 packed sequences, right with 2 and 4" in words(report)
-
-
-def behind_tiles(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+def behind_tiles(T, S):
     """The mask counts the cache as whole tiles of 32 keys, the rest of it not at all."""
-    if initial_state is None:
-        return ATTENTION(q, k, v, scale=scale, cu_seqlens=cu_seqlens)
-    k, v = (torch.cat([before, x], 1) for before, x in zip(initial_state, (k, v), strict=True))
-    T, S = q.shape[1], k.shape[1]
-    scores = torch.einsum("bthk,bshk->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = torch.ones(T, S, dtype=torch.bool).tril((S - T) // 32 * 32)
-    return torch.einsum("bhts,bshv->bthv", scores.masked_fill(~seen, -math.inf).softmax(-1), v), (k, v)
-
-
-@pytest.mark.deep
-def test_a_name_that_explains_all_fits_every_failing_case():
-    report = check.kernel("softmax_attention", behind_tiles, only=["length *", "square", "long*"])
-    assert {"length 7", "long cache"} <= {*report.failing}, str(report)
-    assert not report.diagnosis, str(report)
-    assert "tokens in the cache, right with 32" in words(report), str(report)
+    return (S - T) // 32 * 32
 
 
 def blocks(q, k, v, **named):
@@ -102,39 +99,6 @@ def blocks(q, k, v, **named):
     block = 8192 // q.shape[-1]
     known = max(1, v.shape[-1] // block) * block
     return LINEAR(q, k, v * (torch.arange(v.shape[-1]) < known), **named)
-
-
-@pytest.mark.deep
-def test_a_name_with_a_number_has_no_other_place():
-    report = check.kernel("linear_attention", blocks, only="w*")
-    assert report.failing == ["widest"] and "only in channels 102 to 135 of 136" in words(report), str(report)
-    assert not any("beyond the first 64" in name for name in named(report)), str(report)
-
-
-# bounds
-
-
-@pytest.mark.deep
-def test_gates_that_are_right_are_said_and_not_all_others():
-    fn = off(SCALAR, lambda q, k, v, g, S: (g < -0.5).any())
-    said = words(check.kernel("simple_gla", fn, only=["length 6*", "gate -1", "gate -0.2"]))
-    assert "wrong with gates -1, right with gates logsigmoid/16" in said
-    assert "gates -1, right without" not in said
-
-
-@pytest.mark.deep
-def test_strengths_between_are_not_said_to_be_right():
-    fn = off(DELTA, lambda q, k, v, beta, S: (beta > 1).any())
-    said = words(check.kernel("delta_rule", fn, only=["length 6*", "strength 2", "strengths up to 2"]))
-    assert "wrong with strengths of 2, right with random strengths below 1" in said
-
-
-@pytest.mark.deep
-def test_a_case_that_fails_without_a_trait_speaks_against_it():
-    fn = off(ATTENTION, lambda q, k, v, cached: cached[0].shape[1] > 256)
-    report = check.kernel("softmax_attention", fn, only=["length 1", "long cache*", "481 tokens"])
-    assert {"481 tokens", "long cache"} <= {*report.failing}, str(report)
-    assert not any("in the cache" in line or "initial state" in line for line in report.measured), str(report)
 
 
 def few_tokens(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -145,94 +109,12 @@ def few_tokens(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return o * factor[:, None, None], S
 
 
-@pytest.mark.deep
-def test_a_call_of_another_size_speaks_against_a_trait():
-    said = words(check.kernel("linear_attention", few_tokens, only=["length *", "one token*"]))
-    assert "wrong up to 3 tokens, right with 4" in said
-    assert "with an initial state" not in said
-
-
-def test_passing_cases_speak_against_bounds():
-    """A case of 67 tokens is right, so 24 tokens are not enough, though no number of channels was found to matter."""
-    fn = off(LINEAR, lambda q, k, v, S: q.shape[1] >= 24 and q.shape[-1] != 40)
-    report = check.kernel("linear_attention", fn, only=["length 6*", "wide", "square"])
-    assert {"length 65", "square"} <= {*report.failing} and "wide" not in report.failing, str(report)
-    assert not any("tokens on, right" in line for line in report.measured), str(report)
-
-
-def test_sequences_without_tokens_are_no_place():
-    wrong = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
-    ends, axes = (0, 0, 2, 2, 6), ["batch", "chunk", "head", "channel"]
-    wrong[:, 1:] = True
-    assert affected(wrong, axes, ends) == ""
-    wrong[:, :2] = False
-    assert affected(wrong, axes, ends) == "sequence 3 of 4"
-    assert affected(wrong[..., :1, 0], axes[:3], (0,)) == ""
-
-
-# tables and clocks
-
-
-def test_the_table_says_that_equal_calls_differ():
-    calls = itertools.count()
-
-    def at_times(q, k, v, **named):
-        o, S = LINEAR(q, k, v, **named)
-        return (1.01 * o if next(calls) % 9 == 8 else o), S
-
-    report = check.kernel("linear_attention", at_times, only="length 7")
-    (row,) = [line for line in str(report).splitlines() if line.startswith("o  ")]
-    assert row.split()[1:3] == ["1", "1"] and row.endswith("equal calls differ in 1 case"), str(report)
-    assert "equal calls differ in 1 case" in report._repr_html_()
-
-
-def test_the_search_says_when_it_was_cut(monkeypatch):
-    monkeypatch.setattr("gla_ref.check._where.TRIALS", 1)
-    monkeypatch.setattr("gla_ref.check._where.MORE", 0)
-    report = check.kernel("linear_attention", odd, only="packed")
-    assert report.failing == ["packed"] and not report.diagnosis and not report.measured, str(report)
-    said = "The search for bounds was cut off: its calls were spent."
-    assert said in words(report) and said in report._repr_html_()
-
-
-# gates, places and calls of the sixth blind set
-
-
-def after_resets(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
-    """GLA in chunks of 16, whose decays from j to i are differences of running sums; NaN becomes a decay to nothing."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    S = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]) if initial_state is None else initial_state
-    outs = []
-    for q_n, k_n, v_n, g_n in zip(*(x.transpose(1, 2).split(16, 2) for x in (q, k, v, g)), strict=True):
-        b, C = g_n.cumsum(-2), q_n.shape[2]
-        later = torch.cat([g_n[:, :, 1:], torch.zeros_like(g_n[:, :, :1])], 2)
-        between = torch.where(
-            torch.ones(C, C, dtype=torch.bool).tril()[..., None], b[..., :, None, :] - b[..., None, :, :], -math.inf
-        ).nan_to_num(nan=-math.inf, neginf=-math.inf)
-        P = (q_n[..., :, None, :] * k_n[..., None, :, :] * between.exp()).sum(-1)
-        outs.append(scale * ((q_n * b.exp()) @ S + P @ v_n))
-        S = b[..., -1, :, None].exp() * S + (k_n * later.flip(2).cumsum(2).flip(2).exp()).mT @ v_n
-    return torch.cat(outs, 2).transpose(1, 2), S
-
-
-GATES = ["length 64", "gate zero", "gate -1", "gate -20", "gate -inf", "gate many resets", "gate resets*"]
-RESETS = {"gate -inf", "gate many resets", "gate resets at chunk ends"}
-
-
-@pytest.mark.deep
-def test_nan_after_a_reset_has_a_name():
-    report = check.kernel("gla", after_resets, only=GATES)
-    assert {*report.failing} == RESETS, str(report)
-    assert named(report) == ["NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing"], str(report)
-    assert "Wrong with gates -inf, right with gates -20 and weaker" in words(report)
-
-
-@pytest.mark.deep
-def test_a_wrong_decay_is_no_name_where_calls_with_other_gates_contradict_it(monkeypatch):
-    others = [m for m in mistakes.MISTAKES if not m.name.startswith("NaN after")]
-    monkeypatch.setattr(mistakes, "MISTAKES", others)
-    report = check.kernel("gla", after_resets, only=GATES)
-    assert {*report.failing} == RESETS and not report.diagnosis, str(report)
+def lost_by_difference(s, q, k, g):
+    """Decays from j to i are differences of running sums; NaN becomes a decay to nothing."""
+    b = g.cumsum(-2)
+    later = torch.ones(b.shape[-2], b.shape[-2], dtype=torch.bool).triu(1)[..., None]
+    between = (b[..., :, None, :] - b[..., None, :, :]).masked_fill(later, -math.inf)
+    return fresh_kernels.weighted(q, k, between.nan_to_num(nan=-math.inf, neginf=-math.inf).exp())
 
 
 def cut_off(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -248,58 +130,16 @@ def cut_off(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
     return torch.cat(outs, 2).transpose(1, 2), S
 
 
-def test_a_running_sum_that_is_cut_off_is_named_though_gates_of_zero_pass():
-    report = check.kernel("simple_gla", cut_off, only=GATES)
-    assert "gate -20" in report.failing and "gate zero" not in report.failing, str(report)
-    assert named(report) == ["running sums of gates cut off at -80"], str(report)
-
-
 def padded(q, k, v, g, **named):
     """The final state decays too much where the last chunk of 64 is not whole."""
     o, S = SCALAR(q, k, v, g, **named)
     return o, 0.9 * S if q.shape[1] % 64 else S
 
 
-@pytest.mark.deep
-def test_sizes_that_no_tile_divides_are_a_bound():
-    report = check.kernel("simple_gla", padded, only=["length 6?", "length 128"])
-    assert report.failing == ["length 63", "length 65"], str(report)
-    assert "wrong with 1, 63 and 65 tokens, right with 64 and 128 tokens" in words(report)
-
-
-class Backwards(torch.autograd.Function):
-    """The gradient of q, off by more the stronger the gates are."""
-
-    @staticmethod
-    def forward(ctx, q, g):
-        ctx.save_for_backward(g)
-        return q.clone()
-
-    @staticmethod
-    def backward(ctx, dq):
-        (g,) = ctx.saved_tensors
-        return dq * (1 + 1e-5 * g.clamp_min(-20) ** 2), None
-
-
 def strong_backwards(q, k, v, g, **named):
-    return FORMS["gla"]["chunkwise"](Backwards.apply(q, g), k, v, g, **named)
-
-
-@pytest.mark.deep
-def test_gates_from_which_on_only_gradients_are_wrong_are_said():
-    report = check.kernel("gla", strong_backwards, only=["length 64", "gate zero", "gate -0.2", "gate -1", "gate -20"])
-    assert {"gate -1", "gate -20"} <= {*report.failing}, str(report)
-    assert "length 64" not in report.failing, str(report)
-    assert "and stronger, right with gates" in words(report) and "and weaker; only dq is wrong" in words(report)
-    assert report.measured, str(report)  # the case is plainly wrong, though not the smallest
-
-
-def test_gates_of_cases_that_differ_otherwise_are_not_compared():
-    mild, strong = check.Case("a"), check.Case("b", gate="-1")
-    assert by_gates([strong], [mild], ["dq"]) == (
-        "Wrong with gates -1 and stronger, right with gates logsigmoid/16 and weaker; only dq is wrong"
-    )
-    assert not by_gates([replace(strong, H=9)], [mild]) and not by_gates([strong], [mild, replace(strong, T=9)])
+    """The gradient of q is off by more the stronger the gates are."""
+    factor = 1 + 1e-5 * g.detach().clamp_min(-20) ** 2
+    return GATED(backward(q, lambda dq: dq * factor), k, v, g, **named)
 
 
 def without_the_rest(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -313,18 +153,11 @@ def without_the_rest(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None
         ]
         return tuple(torch.cat(x, dim) for x, dim in zip(zip(*made, strict=True), (1, 0), strict=True))
     T = q.shape[1]
+    if T == 0:
+        return v, initial_state
     whole = T // 64 * 64 or T
-    o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state)
-    return o, LINEAR(*(x[:, :whole] for x in (q, k, v)), scale=scale, initial_state=initial_state)[1] if T else S
-
-
-@pytest.mark.deep
-def test_a_place_in_one_case_is_no_place_where_another_case_is_wrong_everywhere():
-    report = check.kernel("linear_attention", without_the_rest, only=["length 6*", "packed"])
-    assert {"length 65", "packed"} <= {*report.failing} and "length 64" not in report.failing, str(report)
-    (name,) = named(report)  # not "without the last chunk", which would show with 64 tokens
-    assert name.startswith("final state without the last partial chunk"), str(report)
-    assert "only in sequence" not in name, str(report)
+    o, _ = LINEAR(q, k, v, scale=scale, initial_state=initial_state)
+    return o, LINEAR(*(x[:, :whole] for x in (q, k, v)), scale=scale, initial_state=initial_state)[1]
 
 
 POOL = {}
@@ -339,27 +172,11 @@ def pooled(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return o, S
 
 
-@pytest.mark.deep
-def test_a_way_of_calling_that_is_right_the_first_time_keeps_something():
-    POOL.clear()
-    report = check.kernel("linear_attention", pooled, only=["length 1", "*without state", "no initial state"])
-    assert len(report.failing) > 1, str(report)
-    assert "right as the first such call of a new process: something is kept between calls" in words(report)
-    assert "right otherwise" not in words(report)
-
-
 def by_luck(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     """Wrong where the largest score of a row is far beyond the first one, which no size decides."""
     o, cached = ATTENTION(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
     x = torch.einsum("bthk,bshk->bths", q, cached[0]).detach()
     return torch.where((x.amax(-1) - x[..., 0] < 1.0)[..., None], 1.01 * o, o), cached
-
-
-@pytest.mark.deep
-def test_sizes_that_are_wrong_by_luck_are_no_bound():
-    report = check.kernel("softmax_attention", by_luck, only=["length 1", "length 7", "length 64", "long cache and*"])
-    assert report.failing, str(report)
-    assert not any("right with" in line and " and " in line and "wrong with" in line for line in report.measured)
 
 
 def batches_of_four(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -369,8 +186,288 @@ def batches_of_four(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None)
     return LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
+def programs(q, k, v, g, **named):
+    """GLA whose gates are those of the head that the index b * 3 + h finds, whatever the number of heads."""
+    B, _, H, _ = q.shape
+    index = (torch.arange(B)[:, None] * 3 + torch.arange(H)).flatten()
+    moved = g.transpose(1, 2).flatten(0, 1)[index].unflatten(0, (B, H)).transpose(1, 2)
+    return GATED(q, k, v, moved, **named)
+
+
+def only_strided(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+    """Wrong, and not as if v were contiguous, where v is not."""
+    o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return (o if v.is_contiguous() else 1.01 * o), S
+
+
+def drifting(q, k, v, **named):
+    """Errors that grow from token to token, and have no bound."""
+    o, S = LINEAR(q, k, v, **named)
+    return o * (1 + 1e-7 * torch.arange(q.shape[1])[:, None, None] ** 1.5), S
+
+
+def scaled_twice(q, k, v, g, *, scale=None, **named):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o, S = GATED(q, k, v, g, scale=scale, **named)
+    return scale * o, S
+
+
+def backwards(wrong):
+    """The values of GLA, and the gradients of a wrong kernel."""
+
+    def fn(q, k, v, g, *, scale=None, initial_state=None):
+        right, made = (f(q, k, v, g, scale=scale, initial_state=initial_state) for f in (GATED, wrong))
+        return tuple(x.detach() + (y - y.detach()) for x, y in zip(right, made, strict=True))
+
+    return fn
+
+
+def by_hand(product):
+    return right_kernels.kernel("gla", right_kernels.ByHand.apply, F32, 64, product)
+
+
+def ten_bits(x):
+    """What a tensor core takes of float32 by default."""
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(F32)
+
+
+def without_scale(q, k, v, g, *, scale, initial_state):
+    return GATED(q, k, v, g, initial_state=initial_state)
+
+
+def ignoring_dS(*tokens, **named):
+    o, S = GATED(*tokens, **named)
+    return o, backward(S, torch.zeros_like)
+
+
+def nudged(q, k, v, **named):
+    """An error of two budgets in one number."""
+
+    def nudge(d):
+        d = d.clone()
+        d[0, 5, 0, 0] += 8e-6 * d.square().mean().sqrt()
+        return d
+
+    return LINEAR(q, backward(k, nudge), v, **named)
+
+
+# what is said of them
+
+ALL, NONE, SIMPLE, RULE = "softmax_attention", "linear_attention", "simple_gla", "gated_delta_rule"
+STATE, SUMS, LATE = "initial state ignored", "running sum of gates in bfloat16", "initial state read but not carried to"
+STRICT, PAIRS = "mask strict instead of inclusive", "Gamma left out of the scores: pairs not decayed"
+UNDECAYED, REST = "final state not decayed through the last chunk", "final state without the last partial chunk"
+RESET = "NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing"
+LOST = mistakes.Mistake("dq left out", "", lambda c: c.run(q=c.q.detach() + 0 * c.q), (ALL,))
+GATES = ("length 64", "gate zero", "gate -1", "gate -20", "gate -inf", "gate many resets", "gate resets*")
+RESETS = ("gate -inf", "gate many resets", "gate resets at chunk ends")
+TWICE = "o with scale twice"
+LATER = fresh_kernels.case("gla", "", scores=lost_by_difference).fn
+TILES = fresh_kernels.case(ALL, "", earlier=behind_tiles).fn
+
+
+class Told(NamedTuple):
+    """A wrong kernel, the cases that are run, and what the report says of it."""
+
+    mechanism: str
+    fn: Callable
+    only: str | tuple[str, ...]
+    name: str | None = None  # how one of its names begins; "" where it gets none
+    said: tuple[str, ...] = ()
+    fails: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()  # neither in a bound nor in a name
+
+
+def anywhere(mechanism, name, only):
+    """A mistake of the kit's own list."""
+    return Told(mechanism, made(mechanism, name), only, name)
+
+
+def somewhere(mechanism, name, where, only, *said):
+    """Such a mistake where a call, or a part of its results, is of some kind."""
+    return Told(mechanism, some(mechanism, name, where), only, name, said)
+
+
+# fmt: off
+TOLD = {
+    "dq left out": Told(ALL, mistakes.apply(ALL, LOST), "length 65", LOST.name),
+    STATE: anywhere(NONE, STATE, ("length 6*", "packed*")),
+    PAIRS: anywhere(RULE, PAIRS, "gate -0.2"),
+    "one packed sequence": somewhere(NONE, STATE, whole(lambda q, cu: cu is not None and len(cu) == 2), "[ow]*",
+        "wrong with cu_seqlens, right without"),
+    "short sequences": somewhere(NONE, LATE, whole(lambda q, cu: q.shape[1] <= 40), "length*",
+        "wrong up to 40 tokens, right with 41"),
+    "one token more than a chunk": somewhere(NONE, REST, whole(lambda q, cu: q.shape[1] % 64 == 1 < q.shape[1]),
+        "length*", "wrong with 65 and 129 tokens, right with 64, 66"),
+    "wide values": somewhere(SIMPLE, UNDECAYED, wide, "[lw]*", f"{UNDECAYED}, only in columns 32 to", "right with 32"),
+    "many heads": somewhere(NONE, STRICT, whole(lambda q, cu: q.shape[2] > 6), "[lm]*",
+        "wrong from 7 heads on, right with 6"),
+    "many tokens and heads": Told(SIMPLE, some(SIMPLE, SUMS, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192), 64),
+        ("length 65", "many tokens and heads"), SUMS,
+        ("wrong from 1025 tokens on, right with 1024", "wrong from 8 heads on, right with 7")),
+    # a term, a pass, a rounding
+    TWICE: Told("gla", scaled_twice, "length *5", TWICE),
+    "TF32": Told("gla", by_hand(lambda x, y: ten_bits(x) @ ten_bits(y)), "length 145", "products in TF32"),
+    "operands": Told("gla", by_hand(lambda x, y: x.bfloat16().float() @ y.bfloat16().float()),
+        ("length 145", "packed"), "operands of products in bfloat16"),
+    "scale": Told("gla", backwards(without_scale), "scale given",
+        "scale given by the caller ignored, in the backward pass only"),
+    "dS": Told("gla", ignoring_dS, "length 145", "gradient of the final state ignored"),
+    "a tail": Told(*fresh_kernels.WRONG["last_value_columns_forgotten"][:2], "wide",
+        said=("66 and 67 channels of values, right with 32 and 64",)),
+    "two budgets": Told(NONE, nudged, "length 65", ""),
+    "another head": Told("gla", programs, ("length *", "loss of some*", "many [hst]*"), said=(
+        "g of another head: head 0 of batch entry 1 reads head 3 of batch entry 0",
+        "read program b 3 + h instead of b H + h")),
+    # no name where it does not explain all, and no other one
+    "skipped gradients": Told(ALL, skipping, ("length *", "loss *"), fails=("loss of some tokens",),
+        said=("wrong with a loss of some tokens only, right without",), unsaid=("tokens on, right",)),
+    "an odd number": Told(NONE, odd, ("length *", "packed*"), "",
+        said=("wrong with 3 packed sequences, right with 2 and 4",),
+        fails=("packed", "packed with scale"), passes=("packed strided",)),
+    "behind tiles": Told(ALL, TILES, ("length *", "square", "long*"), "", ("tokens in the cache, right with 32",),
+        fails=("length 7", "long cache")),
+    "blocks": Told(NONE, blocks, "w*", said=("only in channels 102 to 135 of 136",), fails=("widest",),
+        passes=("wide", "wider"), unsaid=("beyond the first 64",)),
+    "after resets": Told("gla", LATER, GATES, RESET, fails=RESETS,
+        said=("Wrong with gates -inf, right with gates -20 and weaker",), passes=("gate -20",)),
+    "cut off": Told(SIMPLE, cut_off, GATES, "running sums of gates cut off at -80", fails=("gate -20",),
+        passes=("gate zero",)),
+    "without the rest": Told(NONE, without_the_rest, ("length 6*", "packed"), REST, fails=("length 65", "packed"),
+        passes=("length 64",), unsaid=("only in sequence",)),
+    # bounds
+    "gates of -1": Told(SIMPLE, off(SCALAR, lambda q, k, v, g, S: (g < -0.5).any()),
+        ("length 6*", "gate -1", "gate -0.2"), said=("wrong with gates -1, right with gates logsigmoid/16",),
+        unsaid=("gates -1, right without",)),
+    "strengths": Told("delta_rule", off(DELTA, lambda q, k, v, beta, S: (beta > 1).any()),
+        ("length 6*", "strength 2", "strengths up to 2"),
+        said=("wrong with strengths of 2, right with random strengths below 1",)),
+    "a long cache": Told(ALL, off(ATTENTION, lambda q, k, v, cached: cached[0].shape[1] > 256),
+        ("length 1", "long cache*", "481 tokens"), fails=("481 tokens", "long cache"),
+        unsaid=("in the cache", "initial state")),
+    "few tokens": Told(NONE, few_tokens, ("length *", "one token*"), said=("wrong up to 3 tokens, right with 4",),
+        unsaid=("with an initial state",)),
+    "a case that is right": Told(NONE, off(LINEAR, lambda q, k, v, S: q.shape[1] >= 24 and q.shape[-1] != 40),
+        ("length 6*", "wide", "square"), fails=("length 65", "square"), passes=("wide",),
+        unsaid=("tokens on, right",)),  # of 67 tokens a case is right, whatever the number of channels
+    "no whole tile": Told(SIMPLE, padded, ("length 6?", "length 128"), fails=("length 63", "length 65"),
+        said=("wrong with 1, 63 and 65 tokens, right with 64 and 128 tokens",), passes=("length 64",)),
+    "strong backwards": Told("gla", strong_backwards, ("length 64", "gate zero", "gate -0.2", "gate -1", "gate -20"),
+        said=("and stronger, right with gates", "and weaker; only dq is wrong"), fails=("gate -1", "gate -20"),
+        passes=("length 64",)),
+    "a pool": Told(NONE, pooled, ("length 1", "*without state", "no initial state"), fails=("no initial state",),
+        said=("right as the first such call of a new process: something is kept between calls",),
+        unsaid=("right otherwise",)),
+    "batches of four": Told(NONE, batches_of_four, ("length 7", "many*"), fails=("many batch entries",),
+        said=("wrong from 5 batch entries on, right with 4",), passes=("many heads",)),
+    "strides": Told(NONE, only_strided, "[ls]*",
+        said=("wrong where v alone has strided strides and all else is contiguous",)),
+    "drifting": Told(NONE, drifting, "l*", unsaid=("tokens",)),
+}
+# fmt: on
+QUICK = (
+    "dq left out",
+    STATE,
+    PAIRS,
+    "one packed sequence",
+    TWICE,
+    "a tail",
+    "two budgets",
+    "cut off",
+    "a case that is right",
+)
+
+
+@pytest.mark.parametrize("kernel", thin(TOLD, *QUICK))
+def test_a_wrong_kernel_is_told(kernel):
+    """The whole quick level is held against every named mistake in test_check_named.py."""
+    it = TOLD[kernel]
+    report = check.kernel(it.mechanism, it.fn, only=it.only)
+    names, text = named(report), words(report)
+    assert report.failures and {*it.fails} <= {*report.failing} and not {*it.passes} & {*report.failing}, str(report)
+    assert {*it.passes} <= {*report.cases} and all(said in text for said in it.said), str(report)
+    assert not any(words in line for words in it.unsaid for line in (*report.measured, *names)), str(report)
+    assert any(x.startswith(it.name) for x in names) if it.name else it.name is None or not names, str(report)
+
+
 @pytest.mark.deep
-def test_more_than_four_batch_entries_are_tried():
-    report = check.kernel("linear_attention", batches_of_four, only=["length 7", "many*"])
-    assert report.failing == ["many batch entries"], str(report)
-    assert "wrong from 5 batch entries on, right with 4" in words(report)
+def test_a_wrong_decay_is_no_name_where_calls_with_other_gates_contradict_it(monkeypatch):
+    others = [m for m in mistakes.MISTAKES if m.name != RESET]
+    monkeypatch.setattr(mistakes, "MISTAKES", others)
+    report = check.kernel("gla", LATER, only=GATES)
+    assert {*report.failing} == {*RESETS} and not report.diagnosis, str(report)
+
+
+@pytest.mark.deep
+def test_sizes_that_are_wrong_by_luck_are_no_bound():
+    report = check.kernel(ALL, by_luck, only=["length 1", "length 7", "length 64", "long cache and*"])
+    assert report.failing, str(report)
+    assert not any("right with" in line and " and " in line and "wrong with" in line for line in report.measured)
+
+
+@pytest.mark.deep
+def test_packed_attention_is_measured_without_a_cache():
+    def moved(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
+        """dk of each packed sequence but the first goes to the next head."""
+        o, cached = ATTENTION(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        if k.requires_grad and cu_seqlens is not None and len(cu_seqlens) > 2:
+            a = int(cu_seqlens[1])
+            k.register_hook(lambda dk: torch.cat([dk[:, :a], dk[:, a:].roll(1, 2)], 1))
+        return o, cached
+
+    report = check.kernel(ALL, moved, only="[lp]*")
+    assert report.failures and report.measured, str(report)
+
+
+def test_a_call_with_fewer_tokens_and_the_telling_cases_give_one_case_its_name():
+    m = next(m for m in mistakes.known("gla", F32) if m.name == "state not decayed from chunk to chunk")
+    fn = mistakes.apply("gla", m)
+    it = Examiner(Kernel(fn, "gla", Convention(), torch.device("cpu"), SECONDS, Claim.dtypes), F32, 0)
+    found = it.light([it.called(Case(B=2, T=300, H=3, K=5, V=7))])
+    cases = [s.problem.case for s in found]
+    assert [(case.B, case.T, case.H) for case in cases] == [(1, 65, 1)]  # shorter calls are right in o
+    assert not it.light([it.called(Case(B=1, T=7, H=1, K=5, V=7))])
+    # within one chunk the final state is all that is wrong: another mistake does the same
+    report = check.kernel("gla", fn, only="many heads")
+    assert named(report) == [m.name], str(report)
+
+
+def test_sequences_without_tokens_are_no_place():
+    wrong = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
+    ends, axes = (0, 0, 2, 2, 6), ["batch", "chunk", "head", "channel"]
+    wrong[:, 1:] = True
+    assert affected(wrong, axes, ends) == ""
+    wrong[:, :2] = False
+    assert affected(wrong, axes, ends) == "sequence 3 of 4"
+    assert affected(wrong[..., :1, 0], axes[:3], (0,)) == ""
+
+
+def test_gates_of_cases_that_differ_otherwise_are_not_compared():
+    mild, strong = Case("a"), Case("b", gate="-1")
+    assert by_gates([strong], [mild], ["dq"]) == (
+        "Wrong with gates -1 and stronger, right with gates logsigmoid/16 and weaker; only dq is wrong"
+    )
+    assert not by_gates([replace(strong, H=9)], [mild]) and not by_gates([strong], [mild, replace(strong, T=9)])
+
+
+def test_the_table_says_that_equal_calls_differ():
+    calls = itertools.count()
+
+    def at_times(q, k, v, **named):
+        o, S = LINEAR(q, k, v, **named)
+        return (1.01 * o if next(calls) % 9 == 8 else o), S
+
+    report = check.kernel(NONE, at_times, only="length 7")
+    (row,) = [line for line in str(report).splitlines() if line.startswith("o  ")]
+    assert row.split()[1:3] == ["1", "1"] and row.endswith("equal calls differ in 1 case"), str(report)
+    assert "equal calls differ in 1 case" in report._repr_html_()
+
+
+def test_the_search_says_when_it_was_cut(monkeypatch):
+    monkeypatch.setattr("gla_ref.check._where.TRIALS", 1)
+    monkeypatch.setattr("gla_ref.check._where.MORE", 0)
+    report = check.kernel(NONE, odd, only="packed")
+    assert report.failing == ["packed"] and not report.diagnosis and not report.measured, str(report)
+    said = "The search for bounds was cut off: its calls were spent."
+    assert said in words(report) and said in report._repr_html_()

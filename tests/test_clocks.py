@@ -28,6 +28,14 @@ BARRIERS = {  # in the order in which the walking kernel makes them
 }
 
 
+def play_clocks(monkeypatch, note):
+    """Clocks that count how often they are read, and `note` for what a role writes down."""
+    now = itertools.count(1)
+    stand_ins = {"clock": lambda: next(now), "nanoseconds": lambda: next(now), "note": note}
+    for name, function in stand_ins.items():
+        monkeypatch.setitem(played_gluon.STANDS_IN, name, function)
+
+
 def log_of(*programs):
     """A log of one role with one wait: each program is ((clock, ns) at first, (clock, ns) at last, waits)."""
     log = torch.full((len(programs), 1, len(programs[0][2]) * SITES + 2, 2), -1)
@@ -86,7 +94,7 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
     def play(module):
         return played_gluon.play(clocks.planned(kernel, module, x), x)[:2]
 
-    right, logs, now, waited = play(plain), {}, itertools.count(1), []
+    right, logs, waited = play(plain), {}, []
     wait = played_gluon.wait
 
     def number(bar):
@@ -108,9 +116,7 @@ def test_every_wait_is_logged_at_its_place(kernel, monkeypatch):
             assert copy.roles[role].sites[pair % SITES].split(" of ")[0] == played_gluon.PLAY.own.waited
 
     monkeypatch.setattr(played_gluon.STANDS_IN["mbarrier"], "wait", wait_and_tell)
-    stand_ins = {"clock": lambda: next(now), "nanoseconds": lambda: next(now), "note": note}
-    for name, function in stand_ins.items():
-        monkeypatch.setitem(played_gluon.STANDS_IN, name, function)
+    play_clocks(monkeypatch, note)
     assert all(torch.equal(a, b) for a, b in zip(play(copy.module), right, strict=True))
     log = torch.stack([logs[pid] for pid in sorted(logs)])
     assert len(waited) == len(log) * CHUNKS * sum(len(role.sites) for role in copy.roles)
@@ -137,7 +143,7 @@ class PlayedProgram:
 @pytest.mark.parametrize("broken", thin([False, True], True))
 def test_the_program_that_measures(broken, monkeypatch, capsys):
     """It checks, times, logs and writes; where the clocks fail, the times are there all the same."""
-    made, kept, now = [], [], itertools.count(1)
+    made, kept = [], []
     copy, new_log = clocks.Log.copy, clocks.Log.__init__
 
     def keep_log(self, *args):
@@ -161,9 +167,7 @@ def test_the_program_that_measures(broken, monkeypatch, capsys):
     monkeypatch.setattr(clocks.Log, "copy", keep_copy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    stand_ins = {"clock": lambda: next(now), "nanoseconds": lambda: next(now), "note": note}
-    for name, function in stand_ins.items():
-        monkeypatch.setitem(played_gluon.STANDS_IN, name, function)
+    play_clocks(monkeypatch, note)
 
     def keep(record):
         kept.append(json.loads(json.dumps(record)))

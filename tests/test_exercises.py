@@ -66,6 +66,9 @@ def test_unfinished_answers_are_open():
         if kind == "implement":
             assert check(label, lambda *_: None).status == "open", label
     assert check("ex-prefix-sqrt", [64, ..., ...]).status == "open"
+    for label, empty in product(("ex-softmax-order", "ex-online-first", "ex-first-wide"), ("", [])):
+        verdict = check(label, empty)  # which is told nothing of what is missing
+        assert verdict.status == "wrong" and "is missing" not in verdict.message
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -156,6 +159,16 @@ def test_every_rule_speaks(label):
     unoffered = {"ex-parallel-padding", "ex-gradients-stored"}  # where a page offers no other answers
     assert silent == ([len(question.rules) - 1] if label in unoffered else [])
     assert question.say([math.nan] * len(question.rules[0][0])) == question.rules[-1][1]
+
+
+def test_every_question_with_boxes_has_something_to_tick():
+    """So that a form without a tick is never right."""
+    asked = [make() for make in exercises.QUESTIONS.values()]
+    asked = [question for question in asked if all(part.many for part in question.parts)]
+    assert len(asked) > 8
+    for question in asked:
+        assert any(low == high == 1 for low, high in question.rules[0][0])
+        assert all(place != question.rules[0][0] or sentence == "Right." for place, sentence in question.rules)
 
 
 def test_tolerances_of_predicted_numbers():

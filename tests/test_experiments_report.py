@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from cases import in_process
 
 from gla_ref import results
 from gla_ref.experiments import _report
@@ -111,11 +109,8 @@ def test_the_command_prints_a_table(tmp_path, capsys):
 
 
 @pytest.mark.deep  # a process of its own, as from a shell
-def test_the_command_prints_in_ascii(tmp_path):
-    file, environment = tmp_path / "r.json", os.environ | {"PYTHONIOENCODING": "ascii"}
+def test_the_command_prints_in_ascii(tmp_path, monkeypatch):
+    file = tmp_path / "r.json"
     results.write(file, {"gpu": None}, "mqar", [record("gla/128", 0.5, seed) for seed in range(3)])
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "gla_ref.experiments", "report", str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert r"gla/128   0.5000 \xb1 0.0000" in done.stdout
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert r"gla/128   0.5000 \xb1 0.0000" in in_process("-m", "gla_ref.experiments", "report", file)

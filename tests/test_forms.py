@@ -54,13 +54,8 @@ def test_ratio_forms_break_once_the_total_decay_leaves_the_exponent_range(mechan
         return not error(o, exact) < (1e-6 if dtype is F64 else 1e-2)
 
     for dtype in (F64, torch.float32):
-        low, high = 1.0, 2000.0
-        assert breaks(high, dtype) and not breaks(low, dtype)
-        while high - low > 0.1:
-            middle = (low + high) / 2
-            low, high = (low, middle) if breaks(middle, dtype) else (middle, high)
         limit = math.log(torch.finfo(dtype).max)
-        assert limit - 8 < high < limit + 20
+        assert not breaks(limit - 8, dtype) and breaks(limit + 20, dtype)
 
 
 @pytest.mark.parametrize("mechanism", LINEAR)
@@ -145,7 +140,7 @@ def test_precision_layout_and_scale(mechanism, form):
     """Half inputs are computed in float32, results have their dtype; strides do not matter; inputs stay unchanged."""
     args, named = inputs(mechanism, T=17, **SIZES)
 
-    def run(args, name=form, scale=1.0, number=torch.Tensor.double):
+    def run(args, name=form, scale=-0.7, number=torch.Tensor.double):
         state = {n: number(x) for n, x in named.items()}
         o, S = FORMS[mechanism][name](*args, scale=scale, **state, **options(name))
         return [o, *(S if isinstance(S, tuple) else [S])]

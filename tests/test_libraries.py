@@ -37,7 +37,22 @@ def test_pytorchs_attention_is_judged_as_far_as_it_claims(name):
     assert name != "torch.sdpa_flash" or all(case.K == case.V for case in report.cases.values())
 
 
-def test_a_librarys_names_and_order_of_axes_are_kept_to(monkeypatch):
+@pytest.fixture
+def own(monkeypatch):
+    """Make a function of a library, with what is said of it."""
+
+    def add(mechanism, fn, **facts):
+        module = types.ModuleType("library")
+        module.rule = fn
+        monkeypatch.setitem(sys.modules, "library", module)
+        it = libraries.Function(mechanism, "library", "rule", takes=("scale",), **facts)
+        monkeypatch.setitem(libraries.FUNCTIONS, "library.rule", it)
+        return it, libraries.function("library.rule")
+
+    return add
+
+
+def test_a_librarys_names_and_order_of_axes_are_kept_to(own):
     """A function with heads before time and names of its own; its second result is no state."""
     seen = []
 
@@ -46,50 +61,27 @@ def test_a_librarys_names_and_order_of_axes_are_kept_to(monkeypatch):
         o, _ = FORMS["linear_attention"]["chunkwise"](*(x.transpose(1, 2) for x in (query, key, v)), scale=scale)
         return o.transpose(1, 2), torch.ones(3)
 
-    module = types.ModuleType("library")
-    module.attend = attend
-    monkeypatch.setitem(sys.modules, "library", module)
-    it = libraries.Function(
-        "linear_attention",
-        "library",
-        "attend",
-        takes=("scale",),
-        names={"q": "query", "k": "key"},
-        options={"loud": True},
-        heads_first=True,
-        supports={"packed": False, "state": False},
-    )
-    monkeypatch.setitem(libraries.FUNCTIONS, "library.attend", it)
-    report = check.kernel("linear_attention", libraries.function("library.attend"), only="length 7")
-    report.raise_if_failed()
+    names, supports = {"q": "query", "k": "key"}, {"packed": False, "state": False}
+    facts = {"names": names, "options": {"loud": True}, "heads_first": True, "supports": supports}
+    it, fn = own("linear_attention", attend, **facts)
+    check.kernel("linear_attention", fn, only="length 7").raise_if_failed()
     assert seen[0] == ((2, 3, 7, 5), True) and it.library == "library"
 
 
-def test_what_a_library_does_not_group_is_not_claimed(monkeypatch):
+def test_what_a_library_does_not_group_is_not_claimed(own):
     """A function without its decorator, for one value head a key head; without a state no case is about one."""
 
-    def own(**named):
+    def rule(**named):
         return FORMS["delta_rule"]["chunkwise"](**named)
 
-    @functools.wraps(own)
+    @functools.wraps(rule)
     def elsewhere(*args, **named):
         raise AssertionError("another library was called")
 
-    module = types.ModuleType("library")
-    module.rule = elsewhere
-    monkeypatch.setitem(sys.modules, "library", module)
-    it = libraries.Function(
-        "delta_rule", "library", "rule", takes=("scale",), grouped=False, bare=True, supports={"state": False}
-    )
-    monkeypatch.setitem(libraries.FUNCTIONS, "library.rule", it)
-    fn = libraries.function("library.rule")
+    it, fn = own("delta_rule", elsewhere, grouped=False, bare=True, supports={"state": False})
     report = check.kernel("delta_rule", fn, only=("length 7", "value heads", "values that*"))
-    assert (
-        report.ok
-        and "values that keys find" in report.left
-        and it.claim.endswith("for each key head")
-        and it.claim[0] != ","
-    )
+    assert report.ok and "values that keys find" in report.left
+    assert it.claim.endswith("for each key head") and it.claim[0] != ","
     assert report.cases.keys() == {"length 7", "value heads"} and report.not_covered
 
 

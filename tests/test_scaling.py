@@ -2,12 +2,11 @@
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cases import meta_tokens
+from cases import in_process, meta_tokens
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -102,12 +101,7 @@ def test_the_program_that_measures(tmp_path, ranks):
     """Tiny, with processes of a CPU: bytes are those of the plan, and the record says all that chapter 25 shows."""
     out = tmp_path / "scaling.json"
     options = f"--ranks {ranks} --tokens 64 --heads 2 --size 8 --repeats 1 --check 8 --alone 64 --out {out}".split()
-
-    def measure():
-        line = [sys.executable, program.__file__, *options]
-        return subprocess.run(line, check=True, capture_output=True, timeout=300).stdout
-
-    measure()
+    in_process(program.__file__, *options)
     found = {(r["mechanism"], r["exchange"]): r for r in json.loads(out.read_text())["scaling"]}
     assert len(found) == 8
     for (mechanism, way), r in found.items():
@@ -120,7 +114,9 @@ def test_the_program_that_measures(tmp_path, ranks):
         ways = 2 if way == "all-gather" or ranks > 2 else 1  # in a pipeline of two each rank sends one way
         assert r["sent"] == ways * once
     before = out.read_bytes()
-    assert not measure() and out.read_bytes() == before, "each case has been measured by this commit"
+    assert not in_process(program.__file__, *options) and out.read_bytes() == before, (
+        "each case has been measured by this commit"
+    )
 
 
 def test_a_record_goes_when_one_gpu_takes_another_time():

@@ -1,10 +1,6 @@
-"""The playable state: the arithmetic of its script and its first picture against the recurrence (chapters 5, 9, 11)."""
+"""The playable state: its first picture against the recurrence (chapters 5, 9, 11); browser/ plays it."""
 
 from __future__ import annotations
-
-import json
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -18,47 +14,11 @@ from gla_ref.book.viz.playable_state import KINDS, LIKES, NAMES, TOKENS, playabl
 bs4 = pytest.importorskip("bs4", reason="the book's tools are not installed")
 
 
-def oracle(q, k, v, alpha, S=None):
+def oracle(q, k, v, alpha):
     x = (torch.as_tensor(y, dtype=torch.float64)[None, :, None] for y in (q, k, v))
     g = torch.as_tensor(alpha, dtype=torch.float64).log()[None, :, None]
-    o, S = gla.recurrent(*x, g, scale=1.0, initial_state=None if S is None else S[None, None])
+    o, S = gla.recurrent(*x, g, scale=1.0)
     return o[0, :, 0], S[0, 0]
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node; the browser tests compare the page's own numbers")
-def test_the_script_computes_the_recurrence():
-    """`recurrence.js`, token by token and by chunks, with gates of 0 and 1 among them."""
-    T, K, V = 6, 3, 4
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, T, K, generator=generator, dtype=torch.float64)
-    v = torch.randn(T, V, generator=generator, dtype=torch.float64)
-    alpha = torch.rand(T, K, generator=generator, dtype=torch.float64)
-    alpha[2, 1], alpha[4, 0] = 0, 1
-    given = json.dumps([x.tolist() for x in (q, k, v, alpha)])
-    run = f"""
-const [q, k, v, alpha] = {given}, T = {T}, zero = alpha[0].map(() => v[0].map(() => 0));
-let S = zero, o = [];
-for (let t = 0; t < T; t++) {{ S = write(fade(S, alpha[t]), k[t], v[t]); o.push(read(q[t], S)); }}
-const found = [[o, S]];
-for (const C of [1, 2, 3, 6]) {{
-  [S, o] = [zero, []];
-  for (let start = 0; start < T; start += C) {{
-    const done = chunk(q, k, v, alpha, S, start, start + C);
-    o.push(...done.o);
-    S = done.after;
-  }}
-  found.push([o, S]);
-}}
-console.log(JSON.stringify(found));"""
-    done = subprocess.run(
-        ["node", "-e", (HERE / "recurrence.js").read_text() + run], capture_output=True, text=True, check=True
-    )
-    o, S = oracle(q, k, v, alpha)
-    found = json.loads(done.stdout)
-    assert len(found) == 5
-    for o_page, S_page in found:
-        assert torch.allclose(torch.tensor(o_page, dtype=torch.float64), o, rtol=0, atol=1e-12)
-        assert torch.allclose(torch.tensor(S_page, dtype=torch.float64), S, rtol=0, atol=1e-12)
 
 
 def matrix(figure, name: str) -> list[str]:

@@ -22,6 +22,10 @@ def book_pages(root: Path = ROOT) -> list[str]:
     return [toc["root"], *(entry["file"] for part in toc["parts"] for entry in part["chapters"])]
 
 
+def url(page: str) -> str:
+    return (SITE / f"{page}.html").as_uri()
+
+
 def executable() -> str | None:
     """The system's Chromium or Chrome; None where there is none."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

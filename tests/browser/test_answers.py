@@ -6,6 +6,7 @@ import browser as tools
 import pytest
 from answers import answer_to
 from axe_playwright_python.sync_playwright import Axe
+from browser import url
 from cases import thin
 
 from gla_ref.book import exercises
@@ -27,10 +28,6 @@ ALONE = """() => {
   document.querySelector("article").replaceChildren(...document.querySelectorAll(".exercise:has(form)"));
   for (const other of document.querySelectorAll(".bd-sidebar, .bd-header, .bd-header-article")) other.remove();
 }"""
-
-
-def url(page: str) -> str:
-    return (tools.SITE / f"{page}.html").as_uri()
 
 
 def split(question, x: list[float]):
@@ -112,6 +109,10 @@ def test_page_says_what_python_says(chromium, page):
         assert line.locator("a").first.get_attribute("href").endswith(f"/{page.split('/')[-1]}.ipynb")
     assert not visit.tab.locator(".verdict-open").count(), "what a cell says that nobody can run here"
     visit.tab.evaluate(ALONE)
+    for label in labels:
+        if all(part.many for part in exercises.QUESTIONS[label]().parts):  # else what is missing would tell the answer
+            visit.tab.locator(f"#answer-{label} button").click()
+            assert "Your turn" in visit.tab.locator(f"#answer-{label} .verdict").text_content(), "nothing is ticked"
     for way, (theme, width) in WAYS.items():
         visit.tab.emulate_media(color_scheme=theme)
         visit.tab.set_viewport_size({"width": width, "height": 900})

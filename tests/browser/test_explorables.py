@@ -100,7 +100,7 @@ def press(tab, button, way: str) -> None:
 def test_explorables(visit, page):
     """Every control changes picture and readout; play, step and reset work; parts say what they are; all ways."""
     tab = visit.tab
-    tab.goto((tools.SITE / f"{page}.html").as_uri())
+    tab.goto(tools.url(page))
     figures = tab.locator("figure.explorable").all()
     assert figures, "no explorable on this page"
     tab.evaluate(ALONE)
@@ -247,7 +247,7 @@ def drag(gate, value: float) -> None:
 def test_playable_state_is_the_recurrence(visit, kind):
     """Numbers typed and gates dragged in chapter 5: state and output are those of `gla.recurrent`, to two decimals."""
     tab, tokens = visit.tab, [{name: list(x) for name, x in token.items()} for token in TOKENS]
-    tab.goto((tools.SITE / "book/05_linear_attention.html").as_uri())
+    tab.goto(tools.url("book/05_linear_attention"))
     figure = tab.locator("figure.playable")
     figure.locator("select").first.select_option(kind)
     step = figure.get_by_role("button", name="Step")
@@ -276,7 +276,7 @@ def test_playable_state_is_the_recurrence(visit, kind):
 @pytest.mark.parametrize("C", [1, 2, 4])
 def test_chunks_of_the_playable_state_are_the_recurrence(visit, C):
     tab = visit.tab
-    tab.goto((tools.SITE / "book/11_chunkwise_gla.html").as_uri())
+    tab.goto(tools.url("book/11_chunkwise_gla"))
     figure = tab.locator("figure.playable")
     figure.locator("select").last.select_option(str(C))
     drag(figure.locator("[data-gate='2.0']"), 0.25)
@@ -295,7 +295,7 @@ def test_chunks_of_the_playable_state_are_the_recurrence(visit, C):
 def test_writing_and_asking_on_the_front_page(visit):
     """A reader's own order: the answer is what the recurrence says, in words."""
     tab = visit.tab
-    tab.goto((tools.SITE / "book/index.html").as_uri())
+    tab.goto(tools.url("book/index"))
     figure = tab.locator("figure.playable")
     readout = figure.locator(".explorable-readout")
 
@@ -317,7 +317,7 @@ def test_writing_and_asking_on_the_front_page(visit):
 def test_sliders_of_the_front_page_are_the_gate_of_the_last_write(visit):
     """A question fades nothing: where it is asked, the sliders still show, and change, what faded before it."""
     tab = visit.tab
-    tab.goto((tools.SITE / "book/index.html").as_uri())
+    tab.goto(tools.url("book/index"))
     figure = tab.locator("figure.playable")
     kinds, gates = figure.locator("select").first, figure.locator("[data-gate]")
     tea = figure.locator("[data-cell='o.0'] > span").first
@@ -339,7 +339,7 @@ def test_playable_state_without_javascript(chromium, page):
     for script in (False, True):
         context = chromium.new_context(java_script_enabled=script)
         tab = context.new_page()
-        tab.goto((tools.SITE / f"book/{page}.html").as_uri())
+        tab.goto(tools.url(f"book/{page}"))
         figure = tab.locator("figure.playable")
         readout, step = figure.locator(".explorable-readout"), figure.get_by_role("button", name="Step")
         steps = 0
@@ -354,7 +354,7 @@ def test_playable_state_without_javascript(chromium, page):
 
 def test_a_gate_that_is_touched_becomes_one_a_row(visit):
     tab = visit.tab
-    tab.goto((tools.SITE / "book/05_linear_attention.html").as_uri())
+    tab.goto(tools.url("book/05_linear_attention"))
     figure = tab.locator("figure.playable")
     drag(figure.locator("[data-gate='1']"), 0.5)
     assert figure.locator("select").first.input_value() == "vector"

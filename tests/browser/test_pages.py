@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 import browser as tools
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from browser import url
 from cases import thin
 
 from gla_ref.book.notebook import CHAPTER
@@ -68,15 +69,10 @@ CUT = """all => all.filter(e => e.scrollWidth - e.clientWidth > 100)
   .map(e => e.querySelector("annotation")?.textContent)"""
 
 
-def url(page: str) -> str:
-    return (tools.SITE / f"{page}.html").as_uri()
-
-
 @pytest.fixture
-def visit(chromium, request):
+def visit(chromium):
     """A tab with an empty cache."""
-    options = getattr(request, "param", {})
-    context = chromium.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce", **options)
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
     yield tools.Visit(context)
     context.close()
 
