@@ -60,8 +60,8 @@ def axes_of(monkeypatch):
 
     monkeypatch.setattr(pyplot, "show", lambda: None)
 
-    def axes(draw, *args, **options):
-        draw(*args, **options)
+    def axes(chart, *args, **options):
+        chart(*args, **options)
         return pyplot.gcf().axes
 
     with pyplot.style.context("gla_ref.book.style"):
