@@ -59,14 +59,14 @@ class Row(NamedTuple):
 
     @property
     def right(self) -> int:
-        """Cases that are right: not those that were left out because the function lacks an argument."""
+        """How many cases are right, without those that were left out because the function lacks an argument."""
         tried, wrong, refused = self.counts
         left = {name: n for name, n in self.record["not_covered"].items() if not QUANTITY.fullmatch(name)}
         return tried - wrong - refused - sum(left.values())
 
     @property
     def verdict(self) -> str:
-        """The gravest thing in the record: wrong (a number over its budget or not finite), refuses, right, or none."""
+        """Wrong (a number over its budget or not finite), refuses, right or none, the first that the record has."""
         if self.counts is None:
             return "none"
         return "wrong" if self.worst else "refuses" if self.counts[2] else "right"
