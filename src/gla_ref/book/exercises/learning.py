@@ -1,10 +1,26 @@
-"""Judges of the exercises on experiments: intervals, comparisons (chapter 19)."""
+"""Judges of the exercises on experiments: baselines, intervals, comparisons (chapter 19)."""
 
 import math
 
 from . import exercise
 from ._compare import draw, hold, variants
 from ._predict import choose
+
+
+@exercise("ex-learns-baseline", "derive")
+def baseline(answer):
+    mistakes = {
+        "The old values of the keys that are written again are in the pairs, too.": lambda pairs, again: 1 / pairs,
+        "A key that is written again has two values: one more, not two.": lambda pairs, again: 1 / (pairs + 2 * again),
+        "Only values are drawn, not keys.": lambda pairs, again: 1 / (2 * (pairs + again)),
+        "The old values are in the pairs as well: they are added, not taken away.": lambda pairs, again: (
+            1 / (pairs - again)
+        ),
+        "A key has one right value, whether it was written once or twice.": lambda pairs, again: (
+            (pairs - again / 2) / (pairs * (pairs + again))
+        ),
+    }
+    hold(answer, [(5, 2), (16, 8), (4, 0)], lambda pairs, again: 1 / (pairs + again), mistakes, {"share": ""})
 
 
 def _interval(xs, t, *, ddof=1, root=True, spread=True):
