@@ -113,7 +113,8 @@ def walk(
         # a spare slot has no chunk: load no channel
         next_first = tl.load(p_first, mask=o_k < tl.where(n_c > 0, K, 0), other=1.0)  # [BK]
 
-    for i in tl.range(0, n_c):
+    # taken out of the loop by Triton 3.9, descriptors of products would be spilled (lab/linear_attention.md)
+    for i in tl.range(0, n_c, disable_licm=True):
         i_c = n_c - 1 - i if REVERSE else i  # chunk of the segment
         i_d = ((i_0 + i_c) * H + i_h).to(tl.int64)  # among the chunks of all heads
         o_t = begin + i_c * C

@@ -102,7 +102,8 @@ def walk(
 
     # compute
     n_c = tl.cdiv(end - begin, C)
-    for i_c in tl.range(0, n_c):
+    # taken out of the loop by Triton 3.9, descriptors of products would be spilled (lab/linear_attention.md)
+    for i_c in tl.range(0, n_c, disable_licm=True):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
         i_t = first + (o_t - start) // C
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]
