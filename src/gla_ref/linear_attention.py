@@ -16,7 +16,7 @@ from .chunks import by_chunk, heads_first
 from .mechanisms import MECHANISMS
 from .prefix_sum import hillis_steele
 
-__all__ = ["chunkwise", "dpfp", "elu_plus_one", "exponential", "parallel", "polynomial2", "recurrent", "scan"]
+__all__ = ["chunkwise", "elu_plus_one", "exponential", "parallel", "polynomial2", "recurrent", "scan"]
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
@@ -32,12 +32,6 @@ def exponential(x: Tensor, t: float = 1.0) -> Tensor:
 def polynomial2(x: Tensor) -> Tensor:
     """All products x_i x_j, `[..., K]` to `[..., K * K]`: phi(q) phi(k)^T = (q k^T)^2."""
     return rearrange(x[..., :, None] * x[..., None, :], "... i j -> ... (i j)")
-
-
-def dpfp(x: Tensor, nu: int = 1) -> Tensor:
-    """Deterministic parameter-free projection, `[..., K]` to `[..., 2 * K * nu]`. Source: Schlag et al. 2021."""
-    x = torch.cat([x.relu(), (-x).relu()], -1)
-    return torch.cat([x * x.roll(shift, -1) for shift in range(1, nu + 1)], -1)
 
 
 def _form(body: Callable) -> Callable:
