@@ -175,9 +175,6 @@ def merge(
         def identity(r: dict) -> str:
             return json.dumps([r.get(name) or None for name in key])  # older records lack some fields
 
-        if kind == "records" and "triton" in before["environment"]:  # by which the kept ones were measured
-            for r in before[kind]:
-                r.setdefault("triton", before["environment"]["triton"])
         every = {identity(r): r for r in before[kind]}
         for r in records:
             every[identity(r)] = update(every.get(identity(r), {}), r)
