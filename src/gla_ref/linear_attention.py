@@ -34,6 +34,16 @@ def polynomial2(x: Tensor) -> Tensor:
     return rearrange(x[..., :, None] * x[..., None, :], "... i j -> ... (i j)")
 
 
+def normalised_state(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Check an initial state (S, z); return S `[N, H, K, V]` and z as a column of it, `[N, H, K, 1]`."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"initial_state: expected (S, z) with normalize=True, got {type(pair).__name__}")
+    S, z = pair
+    if S.shape[:-1] != z.shape:
+        raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}")
+    return S, z[..., None]
+
+
 def _form(body: Callable) -> Callable:
     """Make a form of the bare recurrence, with `feature_map` and `normalize` besides.
 
@@ -63,14 +73,7 @@ def _form(body: Callable) -> Callable:
         if normalize:
             v = F.pad(v, (0, 1), value=1)
             if initial_state is not None:
-                if not isinstance(initial_state, tuple) or len(initial_state) != 2:
-                    raise TypeError(
-                        f"initial_state: expected (S, z) with normalize=True, got {type(initial_state).__name__}"
-                    )
-                S, z = initial_state
-                if S.shape[:-1] != z.shape:
-                    raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}")
-                initial_state = torch.cat([S, z[..., None]], -1)
+                initial_state = torch.cat(normalised_state(initial_state), -1)
         o, S = bare(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
         if not normalize:
             return o.to(result), S
