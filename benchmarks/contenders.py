@@ -314,23 +314,18 @@ def page_step(q, k, v, g, initial_state):
     return o[:, None], S
 
 
-STEPS = {  # by mechanism: contender, function, whether it is a peer
+STEPS = {  # by mechanism, besides our own: contender, function, whether it is a peer
     "gla": (
-        ("triton_recurrent", our_step("gla"), False),
         ("page_recurrent", page_step, False),
         ("fla_fused_recurrent", their_step("fla.ops.gla", "fused_recurrent_gla", g="gk"), True),
     ),
     "gated_delta_rule": (
-        ("triton_recurrent", our_step("gated_delta_rule"), False),
         ("fla_fused_recurrent", their_step("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"), True),
     ),
-    "kda": (
-        ("triton_recurrent", our_step("kda"), False),
-        ("fla_fused_recurrent", their_step("fla.ops.kda", "fused_recurrent_kda"), True),
-    ),
+    "kda": (("fla_fused_recurrent", their_step("fla.ops.kda", "fused_recurrent_kda"), True),),
 }
 for mechanism, steps in STEPS.items():
-    for name, step, is_peer in steps:
+    for name, step, is_peer in (("triton_recurrent", our_step(mechanism), False), *steps):
         contender(mechanism, name=f"{name}_steps", peer=is_peer, directions=("forward",), packed=False, named=True)(
             stepped(step)
         )

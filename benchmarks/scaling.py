@@ -65,17 +65,20 @@ def step(form, x: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]
     return {"o": o.detach(), **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), x["do"]), strict=True))}
 
 
+def sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def seconds(call, device: str, repeats: int) -> float:
     """The median of the slowest rank's time."""
     times = []
     for _ in range(repeats + 2):
         dist.barrier()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        sync(device)
         began = time.perf_counter()
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        sync(device)
         took = torch.tensor(time.perf_counter() - began, device=device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         times.append(took.item())
@@ -111,11 +114,6 @@ def gather_seconds(numbers: int, device: str, repeats: int) -> float:
 def own(x, rank, size):
     """The pieces are equal."""
     return {n: y.chunk(size, 1)[rank].contiguous() for n, y in x.items()}
-
-
-def sync(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def parts(call, device: str, repeats: int) -> dict:
