@@ -185,7 +185,6 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
         out, log = Path(folder) / "found.json", Path(folder) / "log"
         command = [sys.executable, __file__, "--child", subject, "--dtypes", dtype, "--levels", level]
         command += ["--seeds", str(args.seeds), "--device", args.device, "--out", str(out)]
-        command += ["--cases", args.cases] if args.cases else []
         with log.open("w") as sink:
             env = os.environ | {"OMP_NUM_THREADS": "1"}  # as many processes as cores
             process = subprocess.Popen(command, stdout=sink, stderr=sink, env=env)
@@ -237,7 +236,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="checks side by side")
     parser.add_argument("--device", default="cuda", help="cpu interprets our kernels, to try this")
     parser.add_argument("--libraries", action="store_true", help="other libraries' functions only")
-    parser.add_argument("--cases", metavar="PATTERN", help="these cases only, to try this")
     parser.add_argument("--out", type=Path, help="the JSON file to merge into")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -246,7 +244,6 @@ def arguments() -> argparse.Namespace:
 def in_child(args: argparse.Namespace) -> None:
     """Make one check in this process, and write what it finds."""
     options = {"device": args.device, "level": args.levels[0]}
-    options |= {"only": args.cases} if args.cases else {}
     spent = prepare_triton()
     found = judge(args.child, args.dtypes[0], args.seeds, options, partial(print, flush=True))
     found["compiling_s"] = round(sum(spent), 1)

@@ -220,7 +220,7 @@ def test_a_check_apart(tmp_path, monkeypatch, body):
     child, (message, ok) = tmp_path / "child.py", CHILDREN[body]
     child.write_text(f"import pathlib, sys, time\nout = sys.argv[sys.argv.index('--out') + 1]\n{body}\n")
     monkeypatch.setattr(check_peers, "__file__", str(child))
-    args = argparse.Namespace(seeds=1, alone=True, commit="c", device="cpu", cases=None, seconds=2.0)
+    args = argparse.Namespace(seeds=1, alone=True, commit="c", device="cpu", seconds=2.0)
     record = check_peers.apart("fla.chunk_gla", "bf16", "quick", args)
     assert (record["message"], record["ok"]) == (message, ok)
     assert ok or "none" in check_peers.line(record)
