@@ -298,6 +298,17 @@ def test_values_are_checked_at_every_call_on_a_cpu(name):
                 compiled(**(x | {argument: torch.full_like(x[argument], value)}))
 
 
+@interpreted
+@pytest.mark.parametrize("far", [2**27 + 8, 2**28 - 8])
+@pytest.mark.parametrize("mechanism", ["gla", "kda"])
+def test_tokens_far_apart(mechanism, far):
+    """Plans make 16 n + 8 of such a stride n, from 2^31 up to 2^32; only memory that is touched is taken."""
+    q, *x = tokens(mechanism, B=1, T=5, H=1, dtype=torch.float16)
+    apart = torch.empty(4 * far + 16, dtype=q.dtype).as_strided(q.shape, (16, far, 16, 1)).copy_(q)
+    found, right = (FORMS[mechanism]["triton"](y, *x)[0] for y in (apart, q))
+    assert torch.equal(found, right)
+
+
 TRANSFORMS = {
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
     "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),

@@ -21,11 +21,14 @@ def mend() -> None:
 
     Half of the remaining time goes into types: the shape of each value is checked anew (here once a shape), and each
     int32 sum and product is repeated in int64 for an assertion that only a debugging interpreter makes.
+
+    An argument from 2^31 up to 2^32 is an int64 to compiled kernels. The interpreter says so too but keeps a uint32,
+    which a shift takes for a negative number.
     """
     from triton import language as tl
     from triton.runtime import interpreter
 
-    launch, replace = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    launch, replace, convert = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._implicit_cvt
     if hasattr(launch, "__wrapped__"):
         return  # mended already
     replaced = {}  # by the globals of a function: what `replace` returned, in this launch
@@ -49,7 +52,14 @@ def mend() -> None:
             replaced[id(names)] = replace(function) if unpatched else None
         return SimpleNamespace(restore=lambda: None)
 
+    def convert_wide(x):
+        value = convert(x)
+        if isinstance(x, int) and x >> 31 == 1:
+            value.handle.data = value.handle.data.astype("int64")
+        return value
+
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_in_turn, replace_once
+    interpreter._implicit_cvt = convert_wide
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     of_numpy = functools.cache(interpreter._get_np_dtype)
