@@ -120,12 +120,22 @@ def in_autocast(rank, group, *args, **options):
         return piece(rank, group, *args, **options)
 
 
+def all_in_autocast(*args, **options):
+    """As `piece`, with its gradients, too, in autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return piece(*args, **options)
+
+
 @pytest.mark.parametrize("exchange", ["all-gather", "pipeline"])
 @pytest.mark.parametrize("mechanism", MECHANISMS_HERE)
 def test_autocast_changes_nothing(pool, mechanism, exchange):
+    """Of gradients that are asked for inside it PyTorch rounds the reference's products, and no more."""
     x, cu = problem(mechanism, dtype=torch.float32)
-    inside, outside = (ask(pool, 2, mechanism, x, cu, function=f, exchange=exchange) for f in (in_autocast, piece))
+    functions = in_autocast, all_in_autocast, piece
+    inside, within, outside = (ask(pool, 2, mechanism, x, cu, function=f, exchange=exchange) for f in functions)
     assert all(torch.equal(inside[n], outside[n]) for n in outside)
+    assert all(torch.equal(within[n], outside[n]) for n in ("o", "S"))
+    check(within, outside, 0.15)
 
 
 @pytest.mark.deep
