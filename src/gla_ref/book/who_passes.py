@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .. import results
 from ..compat.libraries import FUNCTIONS
 
-__all__ = ["NO_NUMBER", "REASONS", "Row", "claims", "details", "matrix", "refusals", "rows", "verdicts", "wrong"]
+__all__ = ["NO_NUMBER", "Row", "claimed", "claims", "details", "matrix", "refusals", "rows", "verdicts", "wrong"]
 
 NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of failures without a number to judge
 REASONS = {  # what a function refuses, by a part of its message
@@ -87,15 +87,15 @@ def rows() -> list[Row]:
             Row(name, f"{r['subject']} {r['dtype']}" + (" full" if r["level"] == "full" else ""), data, r)
             for data in (results.load(gpu, kind="checks") for gpu in ("nvidia", "cpu"))
             for r in (data["checks"] if data else ())
-            if r["subject"].split()[0] == name and _claimed(name, r["dtype"])
+            if r["subject"].split()[0] == name and claimed(name, r["dtype"])
         ]
         listed += sorted(here, key=lambda row: (row.data["environment"]["gpu"] == "CPU", row.name))
         listed += [] if here else [Row(name, name, None, None)]
     return listed
 
 
-def _claimed(name: str, dtype: str) -> bool:
-    """Whether the library claims tokens of a dtype; a record may be older than the claim."""
+def claimed(name: str, dtype: str) -> bool:
+    """Return whether the library claims tokens of a dtype for a function; a record may be older than the claim."""
     supports = FUNCTIONS[name].supports
     return callable(supports) or dtype in supports.get("dtypes", (dtype,))
 
