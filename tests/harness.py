@@ -20,7 +20,7 @@ find_device()  # mends the interpreter, for pages too
 CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
 DTYPES = F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-RUNS, ROOM = 16, 2**26 if CUDA else 2**24  # emulated runs side by side; numbers of all their values' states
+RUNS, ROOM = 16, 2**29 if CUDA else 2**24  # emulated runs side by side; numbers of all their values' states
 # the emulated runs of the linear mechanisms and the delta rules in chunks like the kernels', or longer ones
 CHUNKS_OF_16, CHUNKS_OF_64 = (0,), (1, 2)
 EPS = torch.finfo(torch.float32).eps

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from .._contract import check_chunk
 from ..gla import two_level_blocks
 
-__all__ = ["Cost", "block_flops", "cost"]
+__all__ = ["ORDINARY", "Cost", "block_flops", "cost"]
+
+#: FLOP/s of an H200 in float32 without tensor cores, by its data sheet
+ORDINARY = 67e12
 
 
 @dataclass(frozen=True)
