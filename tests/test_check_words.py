@@ -304,7 +304,7 @@ TOLD = {
     "many heads": somewhere(NONE, STRICT, whole(lambda q, cu: q.shape[2] > 6), "[lm]*",
         "wrong from 7 heads on, right with 6"),
     "many tokens and heads": Told(SIMPLE, some(SIMPLE, SUMS, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192), 64),
-        ("length 65", "many tokens and heads"), SUMS,
+        ("length 65", "many tokens and heads"), "",  # calls of so many tokens are not compared with mistakes
         ("wrong from 1025 tokens on, right with 1024", "wrong from 8 heads on, right with 7")),
     # a term, a pass, a rounding
     TWICE: Told("gla", scaled_twice, "length *5", TWICE),
