@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 
 import torch
 
-from . import _words, mistakes, oracle
+from . import mistakes, oracle
 from ._cases import Case, cases
 from ._claims import Claim, Ladder, claimed, dtype_of
 from ._examine import Examiner, examine
@@ -28,9 +28,6 @@ from ._ranks import OverRanks
 from ._report import Report, Row
 
 __all__ = ["MECHANISMS", "Case", "NotClaimed", "OverRanks", "Report", "Row", "cases", "kernel", "mistakes", "oracle"]
-
-
-_words.teach(Report)
 
 
 def hint_for_unmatched(mechanism: str, patterns: Sequence[str], ladder: Ladder) -> str:

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, field
 
+from . import _words
 from ._cases import Case
 
 RIGHT, WAIVED = "right", "right, but for waivers"
@@ -73,6 +74,13 @@ class Report:
     cut: bool = False
     reproduction: str = ""
     rerun: str = '--only "{}"'
+
+    __str__, _repr_html_ = _words.text, _words.html
+    head = property(_words.head)
+    extent = property(_words.extent)
+    tried = property(_words.tried)
+    undiagnosed = property(_words.undiagnosed)
+    unclaimed = property(_words.unclaimed)
 
     @property
     def verdict(self) -> str:
