@@ -20,7 +20,8 @@ from gla_ref.check._examine import INSIDE, Examiner, reproduction
 from gla_ref.check._kernel import SECONDS, Convention, Kernel
 from gla_ref.check._run import AROUND, placed, same
 from gla_ref.check._where import common
-from gla_ref.check.museum import corrected, inverse
+from gla_ref.check.museum import chunked
+from gla_ref.triangular import elimination as inverse
 
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
 ATTENTION = "softmax_attention"
@@ -201,7 +202,7 @@ def frozen(needed, *names):
 
 
 def inverted(invert):
-    return "kda", corrected(inverse=invert)
+    return "kda", chunked(inverse=invert)
 
 
 ROOM = {}  # from call to call
