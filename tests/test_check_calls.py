@@ -369,6 +369,9 @@ MISTAKES = {
     "nothing comes back from the state": Wrong(
         results(lambda x, o, S: (o, pulled(S, lambda d, passes: 0 * d))), "loss of the state alone", "dk"
     ),
+    "no gradient through the states that chunks read": Wrong(
+        ("linear_attention", chunked(seen=lambda states, sequences: [S.detach() for S in states])), "length 65", "dk"
+    ),
     "chunks without a gradient of o skipped": Wrong(("linear_attention", skipping), "loss of some tokens", "dv"),
     # numbers
     "a scale of 0 taken for none": Wrong(linear(lambda x: {"scale": x["scale"] or None}), "scale zero", "o"),
