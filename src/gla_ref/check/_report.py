@@ -147,7 +147,7 @@ class Report:
         if not self.failing:
             return ""
         wrong = {row.case for row in self.first_wrong} or {*self.failing}
-        least = min((self.cases[n] for n in self.cases if n in wrong), key=lambda c: c.B * c.T * c.H * c.K * c.V)
+        least = min((self.cases[n] for n in self.cases if n in wrong), key=lambda c: c.volume)
         return self.rerun.format(least.name)
 
     @property

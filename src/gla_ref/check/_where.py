@@ -285,7 +285,7 @@ LARGER = {
     "B": (2, 5),
 }
 LIGHT = (7, 17, 33, 65, 145)  # tokens of calls in which mistakes are told apart quickly
-FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
+FAR = 30.0  # times the largest error of right sizes that the least error of wrong ones must be: else it only grows
 
 
 @dataclass(frozen=True)
@@ -461,7 +461,7 @@ class Bounds:
             return None
         known = [(case, errors) for (case, apart, _), errors in self.known.items() if apart is None]
         failed = [case for case, errors in known if max(errors.values(), default=0.0) > 1]
-        failed = sorted(failed, key=lambda case: case.B * case.T * case.H * case.K * case.V)
+        failed = sorted(failed, key=lambda case: case.volume)
         like = [case for case in failed if getattr(case, name) == getattr(c, name)]
         others = [next((case for case in like if it.of(case) != it.of(c)), c) for it in SIZES.values()]
         usual = replace(c, **{name: plain})

@@ -72,7 +72,7 @@ def reach(cases: Sequence[Case]) -> str:
 
     most = {n: max(getattr(c, n) for c in cases) for n in "BTHKV"}
     packs = [len(c.ends) - 1 for c in cases if c.ends]
-    largest = max(cases, key=lambda c: c.B * c.T * c.H * c.K * c.V)
+    largest = max(cases, key=lambda c: c.volume)
     met = {n: getattr(largest, n) for n in "BTHKV"}
     found = f"up to {said(most)}" + (f", {max(packs)} packed sequences" if packs else "")
     return found if met == most else f"{found}; at most {said(met)} in one case"
