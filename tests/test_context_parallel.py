@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import functools
+import itertools
 import os
 import re
 import time
@@ -11,8 +12,8 @@ from unittest import mock
 import played_gluon
 import pytest
 import torch
-from cases import DELTA, F64, LINEAR, error, inputs, meta_tokens, thin
-from harness import BF16, CUDA, F32, HERE, anywhere, budgets, compare
+from cases import DELTA, F64, LADDER, LINEAR, error, inputs, meta_tokens, thin
+from harness import BF16, CUDA, F16, F32, HERE, anywhere, budgets, compare
 from harness import results as kernel_results
 from played_gluon import on_hopper, played_here
 from problems import MILD
@@ -517,6 +518,41 @@ def test_hopper_kernels_find_maps(mechanism, K, V, reads):
     check_maps_on_hopper(mechanism, 1, 70, K, V, reads)
 
 
+def check_sums_on_hopper(B, T, K, V, kind=MILD, dtype=BF16):
+    """M S + X is the final state, and M dS + 0.3 A the gradient of the state S before the first token."""
+    border = pytest.importorskip("gla_ref.kernels.portable.border")
+    from gla_ref.kernels.hopper import FASTER
+    from gla_ref.kernels.launch.hardware import CLASSES
+    from gla_ref.kernels.launch.plan import spec_of
+    from gla_ref.kernels.launch.versions import release
+
+    x, judged = delta_problem("gla", B, T, 1 + CUDA, K, V, kind=kind, dtype=dtype, scale=0.3)
+    M = x["g"].double().sum(1).exp()
+    for backwards, names in ((False, "kvg"), (True, ("q", "do", "g")))[: 2 if dtype == BF16 else 1]:
+        named = dict(zip("kvg", (x[n] for n in names), strict=True))
+        plan = border.plan_added(CLASSES["sm_90"], border.Added(*(spec_of(*y) for y in named.items()), backwards))
+        assert plan.name == "hopper" or backwards and release() < FASTER
+        assert ("carry" in [step.name for step in plan.launches]) == (T >= 1024)
+        X, decay = border.added(**named, backwards=backwards) if CUDA else played_gluon.play(plan, named)[:2]
+        torch.testing.assert_close(decay.double(), M, rtol=1e-4, atol=1e-37)
+        if backwards:
+            compare({"dS0": decay[..., None] * x["dS"] + 0.3 * X}, judged)
+        else:
+            compare({"S": decay[..., None] * x["S"] + X}, judged)
+
+
+@played_here
+@pytest.mark.parametrize("K, V, kind", [(64, 128, MILD), (128, 64, "many resets"), (72, 40, "mild and strong chunks")])
+def test_hopper_walk_adds_up(K, V, kind):
+    """GLA's map, both ways, by the walk that adds up segments of one GPU's call."""
+    check_sums_on_hopper(1, 200, K, V, kind)
+
+
+@played_here
+def test_hopper_walk_adds_up_in_segments():
+    check_sums_on_hopper(1, 1050, 64, 64, dtype=F16)
+
+
 @played_here
 def test_a_walk_on_hopper_goes_on_with_what_its_map_has_prepared():
     from gla_ref.kernels import kda
@@ -563,13 +599,27 @@ def test_hopper_kernels_find_maps_on_a_gpu(mechanism):
 
 
 @on_hopper
+@pytest.mark.parametrize("kind", LADDER)
+def test_hopper_walk_adds_up_on_a_gpu(kind):
+    for dtype in (BF16, F16):
+        check_sums_on_hopper(2, 330, 128, 128, kind, dtype)
+
+
+@on_hopper
+@pytest.mark.parametrize("T, K, V", [(1, 128, 128), (330, 64, 128), (330, 128, 72), (1100, 64, 64), (1100, 128, 128)])
+def test_hopper_walk_adds_up_pieces_of_any_size(T, K, V):
+    check_sums_on_hopper(1, T, K, V)
+
+
+@on_hopper
+@pytest.mark.parametrize("mechanism, gates", [("gla", BF16), ("kda", F32)])
 @pytest.mark.parametrize("ends", [None, (0, 70, 70, 200, 330)])
-def test_one_hopper_gpu_alone(ends):
-    """Its walk goes on with what its map has prepared, unless the map sees zeros for some sequences' tokens."""
+def test_one_hopper_gpu_alone(mechanism, gates, ends):
+    """KDA's walk goes on with what its map has prepared, unless the map sees zeros for some sequences' tokens."""
     dist.init_process_group("nccl" if CUDA else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        x, judged = delta_problem("kda", 1, 330, 1, 128, 128, dtype=BF16, gates=F32, ends=ends)
-        found = kernel_results(context_parallel.kda, x, ends)
+        x, judged = delta_problem(mechanism, 1, 330, 1, 128, 128, dtype=BF16, gates=gates, ends=ends)
+        found = kernel_results(getattr(context_parallel, mechanism), x, ends)
         compare(found, {n: judged[n] for n in found})
     finally:
         dist.destroy_process_group()
@@ -655,28 +705,47 @@ def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
         assert "carry" not in [launch.name for launch in found.launches], found.why
 
 
-def test_a_rank_has_the_kernels_of_one_gpu_but_for_its_maps():
-    """GLA on an H200: what a walk for Hopper adds up for segments, the portable walk does for maps (chapter 25)."""
+def test_a_rank_has_the_kernels_of_one_gpu():
+    """GLA on an H200: a rank's maps are added up by the walk that adds up the segments of one GPU (chapter 25)."""
     kernels = pytest.importorskip("gla_ref.kernels")
     from gla_ref.kernels.launch.hardware import CLASSES
     from gla_ref.kernels.launch.plan import spec_of
     from gla_ref.kernels.portable import border
 
+    def named(plan):
+        return [(step.kernel.fn.__module__.split(".")[-2], step.name) for step in plan.launches]
+
     def launches(n, S, direction):
         x = meta_tokens("gla", (1 << 19) // n, B=n).values()
-        found = kernels.plan("gla", *x, initial_state=S, direction=direction, hardware="sm_90")
-        return sorted(map(named, found.launches))
-
-    def named(step):
-        return getattr(step.kernel, "fn", step.kernel).__module__.split(".")[-2], step.name
+        return named(kernels.plan("gla", *x, initial_state=S, direction=direction, hardware="sm_90"))
 
     S = torch.empty(8, 16, 128, 128, device="meta")
-    for direction in ("forward", "backward"):
-        alone, rank = launches(1, None, direction), launches(8, S, direction)
-        assert alone == sorted([*rank, ("hopper", "walk"), ("portable", "carry")])
     k, v, g = (spec_of(name, x) for name, x in list(meta_tokens("gla", 1 << 16, B=8).items())[1:])
-    (step,) = border.plan_added(CLASSES["sm_90"], k, v, g, False).launches
-    assert named(step) == ("portable", "walk")
+    for direction in ("forward", "backward"):
+        added = border.plan_added(CLASSES["sm_90"], border.Added(k, v, g, direction == "backward"))
+        alone, rank = launches(1, None, direction), launches(8, S, direction)
+        assert sorted(alone) == sorted([*rank, *named(added), ("portable", "carry")])
+
+
+def test_a_map_takes_the_kernels_that_a_call_takes():
+    """Forwards those of o and the final state, backwards those of the gradient, whatever the strides of do."""
+    kernels = pytest.importorskip("gla_ref.kernels")
+    from gla_ref.kernels.launch.hardware import CLASSES
+    from gla_ref.kernels.launch.plan import spec_of
+    from gla_ref.kernels.portable import border
+
+    seen = set()
+    for gpu, dtype, gates, K, V in itertools.product(
+        ("sm_80", "sm_90"), (BF16, F16, F32), (BF16, F32), (60, 64, 128, 256), (64, 128, 512)
+    ):
+        q, k, v, g = (torch.empty(2, 70, 3, D, dtype=dtype, device="meta") for D in (K, K, V, K))
+        g, do = g.to(gates), v[:1, :1, :1, :1].expand_as(v)
+        for direction, x in {"forward": (k, v, g), "backward": (q, do, g)}.items():
+            call = border.Added(*(spec_of(*y) for y in zip("kvg", x, strict=True)), direction == "backward")
+            named = kernels.plan("gla", q, k, v, g, direction=direction, hardware=gpu).name
+            assert border.plan_added(CLASSES[gpu], call).name == named
+            seen.add((direction, named))
+    assert len(seen) == 4
 
 
 def test_one_gpu_finds_the_states_of_linear_attention_once():

@@ -55,7 +55,7 @@ def borders(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
         messages = draft.spec("messages", 4, *own.outputs[0].shape)
         shapes = (N, H, rows, 1), (N, H, K, V)
         found += [
-            border.plan_added(hardware, k, v, g, backwards),
+            border.plan_added(hardware, border.Added(k, v, g, backwards)),
             own,
             border.plan_entered(hardware, messages, 1, shapes, 1.0, backwards),
         ]

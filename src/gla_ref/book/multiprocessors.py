@@ -44,7 +44,7 @@ def schedule(way: str, heads: int) -> list[Program]:
     if way == "one long walk":
         launch("outputs", [(h, N * CHUNK + FINAL) for h in every])
     elif way == "segments":
-        n = max(1, P // heads)  # segments of a head
+        n = P if P % heads else max(2, P // heads)  # segments of a head: every multiprocessor gets as many
         launch("states", [(h, N // n * WRITES + FINAL) for h in every for _ in range(n)])
         # each state in and out, in four programs of 1024 numbers
         launch("carry", [(h, (2 * n + 1) * FINAL / 4) for h in every for _ in range(4)])
@@ -60,26 +60,27 @@ CALLED = {"one long walk": "fused", "segments": "segmented", "every state first"
 MAKES = {"outputs": ("outputs", "C5"), "states": ("states", "C4"), "carry": ("states passed on", "C3")}
 
 
-def multiprocessors() -> None:
+def multiprocessors(many=HEADS, ways=WAYS) -> None:
     """Draw texts of one to four heads on a small chip: one program per head, one per segment, or all states first."""
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
-    figure, axes = plt.subplots(len(HEADS), len(WAYS), sharex=True, sharey=True, figsize=(4.7, 6.6))
-    for row, heads in zip(axes, HEADS, strict=True):
+    high = 1.6 + 1.25 * len(many)
+    figure, axes = plt.subplots(len(many), len(ways), sharex=True, sharey=True, squeeze=False, figsize=(4.7, high))
+    for row, heads in zip(axes, many, strict=True):
         row[0].set_ylabel(f"{heads} head{'s' * (heads > 1)}")
         alone = max(p.stop for p in schedule(WAYS[0], heads))
-        for ax, way in zip(row, WAYS, strict=True):
+        for ax, way in zip(row, ways, strict=True):
             programs = schedule(way, heads)
             for m, start, stop, makes, _ in programs:
                 ax.barh(m, stop - start, 0.8, start, color=MAKES[makes][1], edgecolor="white", linewidth=0.3)
-            ax.axvline(alone, color="0.3", ls="--", lw=1)
+            ax.axvline(alone, ymax=0.85, color="0.3", ls="--", lw=1)
             ax.text(
                 0.98, 0.98, f"{max(p.stop for p in programs) / alone:.2f}", ha="right", va="top", transform=ax.transAxes
             )
             ax.set(ylim=(P - 0.5, -1.8), yticks=[])
-    for ax, way in zip(axes[0], WAYS, strict=True):
+    for ax, way in zip(axes[0], ways, strict=True):
         ax.set_title(f"{way}\n({CALLED[way]})", size=11)
-    axes[-1, 1].set_xlabel("units of time (8 KiB moved each)")
+    axes[-1, -1].set_xlabel("units of time (8 KiB moved each)", loc="right")
     figure.legend(handles=[Patch(color=c, label=w) for w, c in MAKES.values()], loc="outside lower center", ncols=3)
     plt.show()

@@ -5,10 +5,8 @@ The bars are measurements of one program on one multiprocessor, from the records
 
 from __future__ import annotations
 
-__all__ = ["NAMES", "spans", "waits_timeline"]
+__all__ = ["spans", "waits_timeline"]
 
-#: the schedules' names in the records and in the figure
-NAMES = {"fused": "fused", "in turn": "sequential", "ahead": "two kernels: the walk"}
 WORKS = "0.85"  # the grey of work; each barrier has a colour of its own
 
 
@@ -26,7 +24,7 @@ def spans(role: dict) -> list[tuple[str, int, float, float]]:
 
 
 def waits_timeline(data: dict, B: int) -> None:
-    """Draw roles over time, for the schedules that were measured with B sequences.
+    """Draw the roles of the fused kernel over time, as they were measured with B sequences.
 
     Args:
         data: records of the kind "waits" from :func:`gla_ref.results.load`.
@@ -38,23 +36,17 @@ def waits_timeline(data: dict, B: int) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
 
-    records = [r for r in data["waits"] if r["B"] == B and r["roles"] and r["kernel"] in NAMES]
-    records.sort(key=lambda r: list(NAMES).index(r["kernel"]))
-    if not records:
-        raise ValueError(f"data: expected clocks of kernels at B = {B}, got none")
-    rows, colors = [len(r["roles"]) for r in records], {"work": WORKS}
-    figure, axes = plt.subplots(
-        len(rows), sharex=True, squeeze=False, figsize=(4.7, 1.6 + 0.5 * sum(rows)), height_ratios=rows
-    )
-    for ax, record in zip(axes[:, 0], records, strict=True):
-        for role in record["roles"]:
-            for site, _, began, ended in spans(role):
-                barrier = site.split(" of ")[0]  # the record adds the chunk: "done of c - 1"
-                color = colors.setdefault(barrier, f"C{len(colors) - 1}")
-                ax.barh(role["role"], (ended - began) / 1e3, left=began / 1e3, color=color)
-        ax.invert_yaxis()
-        ax.set_title(NAMES[record["kernel"]])
-    axes[-1, 0].set_xlabel("µs")
+    roles = next((r["roles"] for r in data["waits"] if (r["kernel"], r["B"]) == ("fused", B)), None)
+    if not roles:
+        raise ValueError(f"data: expected clocks of the fused kernel at B = {B}, got none")
+    figure, ax = plt.subplots(figsize=(4.7, 3.1))
+    colors = {"work": WORKS}
+    for role in roles:
+        for site, _, began, ended in spans(role):
+            color = colors.setdefault(site, f"C{len(colors) - 1}")
+            ax.barh(role["role"], (ended - began) / 1e3, left=began / 1e3, color=color)
+    ax.invert_yaxis()
+    ax.set_xlabel("µs")
     names = {"work": "works", **{name: f"waits at {name}" for name in colors if name != "work"}}
     handles = [Patch(color=color, label=names[name]) for name, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)

@@ -6,7 +6,7 @@
 `added` finds X or A of gated linear attention by a walk of gla_forward.py or linear.py without outputs. The walk reads
 k, v and g (backwards q, do and g) once, and also finds M, the decay of the whole piece. `written` finds X and M of a
 delta rule, of KDA too, by the walk of delta_forward.py; that walk also knows what each token reads of each row of the
-state on the left, and A is the product of these reads and do. On Hopper it walks by the kernels of the forward pass.
+state on the left, and A is the product of these reads and do. On Hopper both walk by the kernels that a call takes.
 
 Between ranks, `compose` writes the map of a rank's segments as a message, which the rank sends. `enter` runs through
 the messages of all ranks and finds the state that comes into a rank. `crossed`, the `carry` of segments.py, goes on
@@ -92,22 +92,42 @@ def enter(messages, S, tag, rank, ranks, numbers, N, H, R, D, BD: tl.constexpr, 
     tl.store(S + i_nh.to(tl.int64) * D + o_d, b_S, mask=m_d)
 
 
-def plan_added(hardware: Hardware, k: Tensor, v: Tensor, g: Tensor | None, backwards: bool) -> Plan:
+class Added(NamedTuple):
+    """A call of `added`, as the refusals of Hopper's kernels take GLA's calls."""
+
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    backwards: bool
+    g_v = kernel = None
+
+    @property
+    def q(self) -> Tensor:
+        return self.k
+
+
+def plan_added(hardware: Hardware, call: Added) -> Plan:
     """Plan (X or A, the decay of the piece); without gates for channels the decay is None."""
-    draft = Draft(hardware, k, v, g)
+    (k, v, g, backwards), draft = call, Draft(hardware, *call)
     if g is None or len(g.shape) == 3:
         return draft.plan("portable", add_up(draft, k, v, g, backwards), None)
-    call = gla_forward.begin(draft, k, v, None, 1.0, None)
+    if backwards:
+        v, _ = draft.gradient_of_o(k, v, 1.0)
+    begin, refusal = gla_forward.begin, hopper.refusal_of_gradient if backwards else hopper.refusal
+    refused = refusal(hardware, call._replace(v=v))
+    if not refused:
+        from ..hopper.gla_forward import begin  # not where Gluon is missing
+    shared = begin(draft, k, v, None, 1.0, None)
     (B, T, H, K), V = k.shape, v.shape[-1]
-    L = call.segment()
+    L = shared.segment()
     n = slots(B, T, None, L)
     S, decay = draft.new("S", n, H, K, V), draft.new("decay", n, H, K)
-    call.launch_walk(Readers(None, k, g=g), v, backwards, L, None, S, decay=decay)
+    shared.launch_walk(Readers(None, k, g=g), v, backwards, L, None, S, decay=decay)
     if n > B:
         part, S = S, draft.new("S", B, H, K, V)
         carry_states(draft, part, decay, None, S, None, T, L, backwards)
         decay = draft.compute("decay", _of_all, decay, n // B, shape=(B, H, K))
-    return draft.plan("portable", S, decay)
+    return draft.plan("portable" if refused else "hopper", S, decay)
 
 
 def _of_all(decay: Tensor, n: int) -> Tensor:
@@ -179,8 +199,8 @@ def plan_crossed(hardware: Hardware, part: Tensor, rows: Tensor, S: Tensor, back
     return draft.plan("portable", part, out)
 
 
-_added, _composed, _entered, _crossed = map(of_parameters, (plan_added, plan_composed, plan_entered, plan_crossed))
-_written = Planned(plan_written, Written)
+_added, _written = Planned(plan_added, Added), Planned(plan_written, Written)
+_composed, _entered, _crossed = map(of_parameters, (plan_composed, plan_entered, plan_crossed))
 
 
 def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -195,7 +215,7 @@ def added(k: Tensor, v: Tensor, g: Tensor | None = None, *, backwards: bool = Fa
     Returns:
         float32 `[B, H, K, V]`, and the decay, float32 `[B, H, K]`, where g has channels, else None. Not differentiable.
     """
-    S, decay = _added(k=k, v=v, g=g, backwards=backwards)
+    S, decay = _added(Added(k, v, g, backwards))
     return S, decay
 
 

@@ -50,7 +50,7 @@ from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from .segments import carry_states, segment_length, sequences, slots, which_segment
-from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+from .tiles import STAY, VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
 # by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
 # Hopper's tiles were fastest; lab/gla.md lists other tiles, and the reason that float32 is not pipelined.
@@ -113,7 +113,7 @@ def walk(
         # a spare slot has no chunk: load no channel
         next_first = tl.load(p_first, mask=o_k < tl.where(n_c > 0, K, 0), other=1.0)  # [BK]
 
-    for i in tl.range(0, n_c):
+    for i in tl.range(0, n_c, disable_licm=STAY):
         i_c = n_c - 1 - i if REVERSE else i  # chunk of the segment
         i_d = ((i_0 + i_c) * H + i_h).to(tl.int64)  # among the chunks of all heads
         o_t = begin + i_c * C

@@ -38,7 +38,7 @@ from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from .scalar_gates import between, gate_gradient, load_sums, running_sums
 from .segments import carry_states, choose_path, segment_length, sequences, slots, which_segment, which_sequence
-from .tiles import VARYING, load_tile, operand, store_tile, strides, which_tile
+from .tiles import STAY, VARYING, load_tile, operand, store_tile, strides, which_tile
 
 # by family and bits, the tokens of a chunk
 CHUNK = {
@@ -102,7 +102,7 @@ def walk(
 
     # compute
     n_c = tl.cdiv(end - begin, C)
-    for i_c in tl.range(0, n_c):
+    for i_c in tl.range(0, n_c, disable_licm=STAY):
         o_t = begin + (n_c - 1 - i_c if REVERSE else i_c) * C
         i_t = first + (o_t - start) // C
         b_k = load_tile(k, s_k, i_b, i_h, o_t, end, 0, K, C, BK, TMA)  # [C, BK]

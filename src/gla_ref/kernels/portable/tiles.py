@@ -6,9 +6,13 @@ import triton
 import triton.language as tl
 
 from ..launch.plan import Spec
+from ..launch.versions import release
 
 # arguments that change from call to call, which Triton must not specialise on 1 and multiples of 16
 VARYING = ("N", "T", "L", "H", "n_flags", "reverse")
+# whether a walk's descriptors of products stay in its loop: by 3.9 those taken out are spilled; left there, 3.6.0's
+# assembler makes them of registers that nothing has set (lab/linear_attention.md)
+STAY = tl.constexpr(release() >= (3, 9))
 
 
 @triton.jit
