@@ -305,6 +305,9 @@ def same(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
     return True
 
 
+Ask = Callable[[Case], Seen | None]  # one more call of the kernel; None where it gives nothing
+
+
 def alike(case: Case, kind: Kind) -> Iterator[Case]:
     """Cases like one that fails, each other in one thing, so that a name which fits by chance fits it no longer.
 
@@ -324,7 +327,7 @@ def alike(case: Case, kind: Kind) -> Iterator[Case]:
         yield replace(case, past=case.past + CHUNK // 2 + 5)
 
 
-def again(s: Seen, call: Callable[[Case], Seen | None]) -> list[Seen]:
+def again(s: Seen, call: Ask) -> list[Seen]:
     """New calls :func:`alike` that are wrong, too."""
     return [new for new in map(call, alike(s.problem.case, s.problem.kind)) if new and new.wrong]
 
@@ -341,7 +344,7 @@ def by_name(
     dtype: torch.dtype,
     failed: Sequence[Seen],
     passed: Sequence[Seen],
-    call: Callable[[Case], Seen | None],
+    call: Ask,
     telling: Iterable[Case],
 ) -> list[Match]:
     """The mistakes that explain what fails, and that cannot be told apart; at most three.
@@ -368,12 +371,7 @@ def by_name(
 
 
 def in_places(
-    mechanism: str,
-    matches: Sequence[Match],
-    failed: Sequence[Seen],
-    passed: Sequence[Seen],
-    calls: Sequence[Seen],
-    call: Callable[[Case], Seen | None],
+    mechanism: str, matches: Sequence[Match], failed: list[Seen], passed: list[Seen], calls: list[Seen], call: Ask
 ) -> list[Match]:
     """The mistakes, made in some places only, that other calls do not contradict.
 
@@ -392,11 +390,7 @@ def in_places(
 
 
 def told_apart(
-    mechanism: str,
-    matches: Sequence[Match],
-    calls: Sequence[Seen],
-    call: Callable[[Case], Seen | None],
-    telling: Iterable[Case],
+    mechanism: str, matches: Sequence[Match], calls: Sequence[Seen], call: Ask, telling: Iterable[Case]
 ) -> list[Match]:
     """The first match and those that are the same in these calls; the telling cases are called until one is left."""
     names = {it.name for it in matches if it is matches[0] or same(mechanism, matches[0], it, calls)}
@@ -491,9 +485,7 @@ def rounded(name: str, calls: Sequence[Seen]) -> str:
     return ""
 
 
-def by_terms(
-    mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], call: Callable[[Case], Seen | None]
-) -> list[Match]:
+def by_terms(mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], call: Ask) -> list[Match]:
     """The terms of a few wrong quantities; of outputs alone if these are wrong, since gradients are made of them.
 
     Nothing if one of them is no such sum. One that passing calls contradict is made in some places or calls only, and
