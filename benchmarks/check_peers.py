@@ -37,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 import run
 
 from gla_ref import FORMS, check, results
+from gla_ref.book.who_passes import NO_NUMBER, claimed
 from gla_ref.compat import libraries
 
 PEERS = (*run.PEERS, "transformers")  # whose versions a record names
@@ -68,7 +69,6 @@ GROUPS = {  # a group of quick cases: the patterns of their names; a case belong
     "losses": ("loss *", "small loss", "frozen inputs"),
     "large": ("large", "huge"),
 }
-NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of failures without a number to judge
 VERDICTS = {True: "right", False: "WRONG", None: "none"}
 RUNNING: set[subprocess.Popen] = set()
 
@@ -81,11 +81,6 @@ def kernel(subject: str):
         return entry.mechanism, libraries.function(subject), f'libraries.function("{subject}")'
     owner, name = subject.split(".")
     return owner, FORMS[owner][name], f'FORMS["{owner}"]["{name}"]'
-
-
-def claimed(supports, dtype: str) -> bool:
-    """Whether a function claims tokens of a dtype."""
-    return callable(supports) or dtype in supports.get("dtypes", DTYPES)
 
 
 def group(case: str) -> str:
@@ -190,7 +185,6 @@ def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dic
         out, log = Path(folder) / "found.json", Path(folder) / "log"
         command = [sys.executable, __file__, "--child", subject, "--dtypes", dtype, "--levels", level]
         command += ["--seeds", str(args.seeds), "--device", args.device, "--out", str(out)]
-        command += ["--cases", args.cases] if args.cases else []
         with log.open("w") as sink:
             env = os.environ | {"OMP_NUM_THREADS": "1"}  # as many processes as cores
             process = subprocess.Popen(command, stdout=sink, stderr=sink, env=env)
@@ -242,7 +236,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="checks side by side")
     parser.add_argument("--device", default="cuda", help="cpu interprets our kernels, to try this")
     parser.add_argument("--libraries", action="store_true", help="other libraries' functions only")
-    parser.add_argument("--cases", metavar="PATTERN", help="these cases only, to try this")
     parser.add_argument("--out", type=Path, help="the JSON file to merge into")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -251,7 +244,6 @@ def arguments() -> argparse.Namespace:
 def in_child(args: argparse.Namespace) -> None:
     """Make one check in this process, and write what it finds."""
     options = {"device": args.device, "level": args.levels[0]}
-    options |= {"only": args.cases} if args.cases else {}
     spent = prepare_triton()
     found = judge(args.child, args.dtypes[0], args.seeds, options, partial(print, flush=True))
     found["compiling_s"] = round(sum(spent), 1)
@@ -262,13 +254,12 @@ def chosen(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """The checks that are asked for, the longest first: subject, dtype, level."""
     there = [s for s in LIBRARIES if args.device.split(":")[0] in libraries.FUNCTIONS[s].devices]
     subjects = there if args.libraries else [s for s in SUBJECTS if s in there or s not in LIBRARIES]
-    claims = {s: libraries.FUNCTIONS[s].supports for s in LIBRARIES}
     checks = [
         (s, dtype, level)
         for s in subjects
         if fnmatch(s, args.only or "*")
         for dtype in args.dtypes
-        if claimed(claims.get(s, {}), dtype)
+        if s not in LIBRARIES or claimed(s, dtype)
         for level in args.levels
     ]
     return sorted(checks, key=lambda check: check[2] == "quick")

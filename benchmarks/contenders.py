@@ -237,39 +237,6 @@ contender(
 contender("gla", name="fla_chunk_gla", peer=True, limit_s=200)(function("fla.ops.gla", "chunk_gla"))
 
 
-@contender("gla", name="torch_chunkwise", peer=True, packed=False)
-def torch_levels(case, q, k, v, g, **_):
-    """Plain PyTorch, right for every gate: all chunks at once, pairs in levels, then a loop over states."""
-    from gla_ref.gates import decay_from_start, decay_to_end
-
-    C, T, low = 64, q.shape[1], q.dtype
-    N = -(-T // C)
-
-    def chunks(x):
-        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, N * C - T))
-        return x.unflatten(1, (N, C)).movedim(3, 1)  # [B, H, N, C, D]
-
-    def read(q, g):
-        return (q * decay_from_start(g).exp()).to(low)
-
-    def write(k, g):
-        return (k * decay_to_end(g).exp()).to(low).mT
-
-    q, k, v, g = chunks(q), chunks(k), chunks(v), chunks(g.float())
-    o = (q * k).float().sum(-1, keepdim=True) * v
-    for half in (1 << level for level in range(C.bit_length() - 1)):
-        early, late = zip(*(x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (q, k, v, g)), strict=True)
-        pairs = read(late[0], late[3]) @ write(early[1], early[3]) @ early[2]
-        o = o + torch.stack([torch.zeros_like(pairs), pairs], -3).flatten(-4, -2)
-    kv, total = write(k, g) @ v, g.sum(-2).exp()[..., None]  # [B, H, N, K, V], [B, H, N, K, 1]
-    S, states = torch.zeros_like(kv[:, :, 0], dtype=torch.float32), []
-    for n in range(N):
-        states.append(S.to(low))
-        S = S * total[:, :, n] + kv[:, :, n]
-    o = o + read(q, g) @ torch.stack(states, 2)
-    return (case.K**-0.5 * o).to(low).movedim(1, 3).flatten(1, 2)[:, :T]
-
-
 def stepped(step: Callable) -> Callable:
     """A contender that decodes: one call a token, each with the state of the one before."""
 
@@ -314,23 +281,18 @@ def page_step(q, k, v, g, initial_state):
     return o[:, None], S
 
 
-STEPS = {  # by mechanism: contender, function, whether it is a peer
+STEPS = {  # by mechanism, besides our own: contender, function, whether it is a peer
     "gla": (
-        ("triton_recurrent", our_step("gla"), False),
         ("page_recurrent", page_step, False),
         ("fla_fused_recurrent", their_step("fla.ops.gla", "fused_recurrent_gla", g="gk"), True),
     ),
     "gated_delta_rule": (
-        ("triton_recurrent", our_step("gated_delta_rule"), False),
         ("fla_fused_recurrent", their_step("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"), True),
     ),
-    "kda": (
-        ("triton_recurrent", our_step("kda"), False),
-        ("fla_fused_recurrent", their_step("fla.ops.kda", "fused_recurrent_kda"), True),
-    ),
+    "kda": (("fla_fused_recurrent", their_step("fla.ops.kda", "fused_recurrent_kda"), True),),
 }
 for mechanism, steps in STEPS.items():
-    for name, step, is_peer in steps:
+    for name, step, is_peer in (("triton_recurrent", our_step(mechanism), False), *steps):
         contender(mechanism, name=f"{name}_steps", peer=is_peer, directions=("forward",), packed=False, named=True)(
             stepped(step)
         )

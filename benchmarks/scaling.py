@@ -4,13 +4,11 @@
 
 starts a process for each of two GPUs, then for each of four if the host has them (--ranks), and writes
 results/<gpu>-scaling.json after each case, where a case replaces the older one of the same mechanism, length, exchange
-and number of GPUs. Called again, it goes on where it was stopped: cases of
-this commit and this Triton are not measured again. Shapes are (1, T, 16, 128) in bfloat16. One GPU of the same host
-walks the same text in the same run, as far as its memory reaches (--alone): by the mechanism's own call, and in
-segments side by side, as a group of one rank walks it; `alone` is the faster. If one GPU now takes another time than in
-an older record of the mechanism, the records of that commit go: their ratios are to kernels that are called no more.
-Before the timing, o and every gradient of a short sequence are held against the float64 recurrence, beside one GPU's
-own error; `autocast` is how far the same step in autocast is from it.
+and number of GPUs. Called again, it goes on where it was stopped: cases of this commit and this Triton are not measured
+again. Shapes are (1, T, 16, 128) in bfloat16. One GPU of the same host walks the same text in the same run, as far as
+its memory reaches (--alone): by the mechanism's own call, and in segments side by side, as a group of one rank walks
+it; `alone` is the faster. Before the timing, o and every gradient of a short sequence are held against the float64
+recurrence, beside one GPU's own error; `autocast` is how far the same step in autocast is from it.
 
 `seconds` is the median of the slowest rank, between barriers; `replayed` is the same of a CUDA graph of the step, in
 which the host launches nothing, `alone` and `alone_replayed` those of one GPU. In calls of their own, in which all
@@ -22,7 +20,6 @@ a rank hands to torch.distributed, counted as it does so.
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import subprocess
@@ -46,7 +43,6 @@ from gla_ref.over_ranks.exchange import Exchange, Ranks, all_gather
 
 MECHANISMS = ("gla", "linear_attention", "gated_delta_rule", "kda")
 KEY = ("mechanism", "tokens", "heads", "size", "ranks", "exchange")
-SAME = 0.1  # a share of one GPU's time by which it may differ from that of an older record
 
 
 def tokens(mechanism: str, T: int, H: int, D: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
@@ -69,17 +65,20 @@ def step(form, x: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]
     return {"o": o.detach(), **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), x["do"]), strict=True))}
 
 
+def sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def seconds(call, device: str, repeats: int) -> float:
     """The median of the slowest rank's time."""
     times = []
     for _ in range(repeats + 2):
         dist.barrier()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        sync(device)
         began = time.perf_counter()
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        sync(device)
         took = torch.tensor(time.perf_counter() - began, device=device)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         times.append(took.item())
@@ -115,11 +114,6 @@ def gather_seconds(numbers: int, device: str, repeats: int) -> float:
 def own(x, rank, size):
     """The pieces are equal."""
     return {n: y.chunk(size, 1)[rank].contiguous() for n, y in x.items()}
-
-
-def sync(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def parts(call, device: str, repeats: int) -> dict:
@@ -240,39 +234,6 @@ class Mechanism:
             yield record | self.errors[way]
 
 
-def key(record: dict) -> tuple:
-    return tuple(record[n] for n in KEY)
-
-
-def of_other_kernels(old: dict, records: list[dict]) -> bool:
-    """Whether one GPU took another time, at any length, when the old record was written."""
-
-    def alone(r):
-        return r.get("alone_replayed") or r["alone"]
-
-    def like(r, new):
-        return all(r[n] == new[n] for n in ("mechanism", "heads", "size"))
-
-    by = [r for r in records if like(r, old) and r["commit"] == old["commit"] and alone(r)]
-    now = [r for r in records if like(r, old) and r["commit"] == records[-1]["commit"] and alone(r)]
-    return any(a["tokens"] == b["tokens"] and abs(alone(a) / alone(b) - 1) > SAME for a in by for b in now)
-
-
-def before(out: Path | None) -> list[dict]:
-    """The records of a file; each names its commit and its Triton."""
-    if out is None or not out.exists():
-        return []
-    data = json.loads(out.read_text())
-    return [{n: data["environment"][n] for n in ("commit", "triton")} | r for r in data["scaling"]]
-
-
-def write(out: Path, environment: dict, record: dict) -> None:
-    """Write a record over the older one of its case, and without those of other kernels."""
-    record = record | {n: environment[n] for n in ("commit", "triton")}
-    records = [*(r for r in before(out) if key(r) != key(record)), record]
-    results.write(out, environment, "scaling", [r for r in records if not of_other_kernels(r, records)])
-
-
 def said(r: dict) -> str:
     """A record in a line: how many times one GPU, and what is missing to the number of GPUs, in ms."""
     line = f"{r['mechanism']} {r['tokens']:,} {r['exchange']}: {1e3 * r['seconds']:.2f} ms"
@@ -318,7 +279,8 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     out = args.out or (results.file(f"{gpu} scaling") if gpu else None)
     environment, rank, size = results.environment(gpu), dist.get_rank(), dist.get_world_size()
-    done = {key(r) for r in before(out) if all(r[n] == environment[n] for n in ("commit", "triton"))}
+    by = {n: environment[n] for n in ("commit", "triton")}  # of every record
+    done = {tuple(r[n] for n in KEY) for r in (results.read(out, "scaling") if out else ()) if by.items() <= r.items()}
     alone = [dist.new_group([r]) for r in range(size)][rank]
     known = {}
     for T in args.tokens:
@@ -332,7 +294,7 @@ def main() -> None:
                 if rank == 0:
                     print(said(record), flush=True)
                     if out:
-                        write(out, environment, record)
+                        results.merge(out, environment, "scaling", [record | by], KEY)
     dist.destroy_process_group()
 
 

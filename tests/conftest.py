@@ -1,14 +1,11 @@
 """Settings of the whole run: Triton's interpreter without a GPU, hypothesis, and the summary of a GPU run."""
 
 import atexit
-import datetime
 import gc
 import importlib.util
 import json
 import os
-import platform
 import re
-import subprocess
 import sys
 from inspect import isfunction
 from itertools import compress
@@ -162,21 +159,11 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         return
     if not torch.cuda.is_available():
         pytest.exit("--gpu-summary: expected an NVIDIA GPU, found none", returncode=1)
-    import triton
-
-    def run(*command):
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    from gla_ref import results
 
     stats = terminalreporter.stats
     summary = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": run("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-        "commit": os.environ.get("GLA_REF_COMMIT") or run("git", "rev-parse", "--verify", "HEAD"),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **results.environment(torch.cuda.get_device_name()),
         "exit_status": int(exitstatus),
         **{kind: len(stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")},
         "not_passed": sorted({r.nodeid for kind in ("failed", "error") for r in stats.get(kind, [])}),

@@ -20,7 +20,7 @@ find_device()  # mends the interpreter, for pages too
 CUDA = torch.cuda.is_available()
 HERE = "cuda" if CUDA else "cpu"
 DTYPES = F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-RUNS, ROOM = 16, 2**26 if CUDA else 2**24  # emulated runs side by side; numbers of all their values' states
+RUNS, ROOM = 16, 2**29 if CUDA else 2**24  # emulated runs side by side; numbers of all their values' states
 # the emulated runs of the linear mechanisms and the delta rules in chunks like the kernels', or longer ones
 CHUNKS_OF_16, CHUNKS_OF_64 = (0,), (1, 2)
 EPS = torch.finfo(torch.float32).eps
@@ -88,9 +88,10 @@ def budgets(mechanism, x, given, *, products=None, options=None, **how):
     return x, Judged(work_out)
 
 
-def compare(found, judged):
+def compare(found, judged, where=...):
+    """Each result, or the part `where` of it, is within its budget."""
     judged = {n: judged[n] for n in reversed(found)}  # gradients first: with them comes the rest
-    errors = {n: (error(x.detach(), judged[n][0]), judged[n][1]) for n, x in found.items()}
+    errors = {n: (error(x.detach()[where], judged[n][0][where]), judged[n][1]) for n, x in found.items()}
     wrong = {n: f"{e:.3g} > {budget:.3g}" for n, (e, budget) in errors.items() if not e <= budget}
     assert not wrong, wrong
     assert all(budget < float("inf") for _, budget in judged.values())

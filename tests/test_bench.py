@@ -81,25 +81,6 @@ def test_every_suite_has_cases_and_contenders():
                 assert suites.flop_floor(case, direction) > 0
 
 
-@pytest.mark.parametrize("gates", ["logsigmoid/16", "-2", "1 % at -1e3"])
-def test_plain_pytorch_is_gated_linear_attention(gates):
-    """The contender in PyTorch, over chunks that T does not fill, and its gradients."""
-    case = suites.Case("gla", 2, 75, 1, 60, 7, dtype="float32", gates=gates)
-    x = suites.inputs(case, seed=1, device="cpu")
-    (plain,) = (c for c in CONTENDERS["gla"] if c.name == "torch_chunkwise")
-    names = [*case.given]
-    wide = [x[n].detach().double().requires_grad_() for n in names]
-    want, _ = FORMS["gla"]["recurrent"](*wide)
-    got = plain.call(case, *(x[n] for n in names))
-    for a, b in zip(
-        (got, *torch.autograd.grad(got, [x[n] for n in names], x["do"])),
-        (want, *torch.autograd.grad(want, wide, x["do"].double())),
-        strict=True,
-    ):
-        # an absolute band: sums of at most 75 * 60 products, each rounded
-        assert (a - b).abs().max() <= 75 * torch.finfo(torch.float32).eps * max(1, b.abs().max())
-
-
 @pytest.mark.parametrize("suite", ["decode", "decode_delta"])
 def test_decoding_reads_and_writes_the_state_for_every_token(suite):
     case = suites.SUITES[suite]()[0]
@@ -239,7 +220,7 @@ def test_a_check_apart(tmp_path, monkeypatch, body):
     child, (message, ok) = tmp_path / "child.py", CHILDREN[body]
     child.write_text(f"import pathlib, sys, time\nout = sys.argv[sys.argv.index('--out') + 1]\n{body}\n")
     monkeypatch.setattr(check_peers, "__file__", str(child))
-    args = argparse.Namespace(seeds=1, alone=True, commit="c", device="cpu", cases=None, seconds=2.0)
+    args = argparse.Namespace(seeds=1, alone=True, commit="c", device="cpu", seconds=2.0)
     record = check_peers.apart("fla.chunk_gla", "bf16", "quick", args)
     assert (record["message"], record["ok"]) == (message, ok)
     assert ok or "none" in check_peers.line(record)

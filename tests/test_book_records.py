@@ -73,13 +73,18 @@ def showing(cells: list[str]) -> list[int]:
 
 
 def slower(value, name: str = ""):
-    """A record of the same work on a slower machine: longer times, lower rates; of training, lower scores."""
+    """A record of the same work on a slower machine: longer times, lower rates; of training, lower scores.
+
+    Of a score that is a share the odds are lower: a chapter may say that nearly all answers are right.
+    """
     if isinstance(value, dict):
         inside = name if name.endswith(("_us", " ms")) or name == "evaluations" else ""
         return {own: slower(x, inside or own) for own, x in value.items()}
     if isinstance(value, list):
         return [slower(x, name) for x in value]
-    words = re.split("[_ ]", name)  # "floor_ms", and "ms_call" and "us_a_chunk" of clocks.py
+    if name == "evaluations" and isinstance(value, float) and 0 < value < 1:
+        return value / (value + SLOWER * (1 - value))
+    words = re.split("[_ ]", name)  # "floor_ms", and "ms_call" and "us_a_chunk" of the clocks
     time = words[-1] in TIMES or words[0] in ("ms", "us")
     less = name in RATES or name == "evaluations"
     return value * SLOWER ** (-1 if less else time) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""compat.fla: names and signatures of fla-core, our kernels behind them, and fla's own as the check kit calls them."""
+"""compat.fla: names and signatures of fla-core, our kernels behind them; fla's own as the check kit calls them."""
 
 import ast
 import importlib.util
@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from cases import error, thin
 
 from gla_ref import check, delta_rule, gated_delta_rule, gla, kda, linear_attention, simple_gla
-from gla_ref.compat import fla
+from gla_ref.compat import fla, libraries
 from gla_ref.rounding import budget
 
 if torch.cuda.is_available():
@@ -65,7 +65,7 @@ def parameters(name: str) -> dict:
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name):
     assert list(parameters(name)) == ["q", "k", "v", *SIGNATURES[name]]
-    assert set(SIGNATURES) == set(fla.__all__) - {"Installed", "install", "mechanism", "theirs"}
+    assert set(SIGNATURES) == set(fla.__all__) - {"Installed", "install"}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -315,7 +315,7 @@ def test_an_older_name_warns_and_a_hint_changes_nothing():
         assert len(warned) == 1 and warned[0].filename == __file__
 
 
-# -- theirs ------------------------------------------------------------------------------------
+# -- fla's own --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -344,7 +344,8 @@ def library(monkeypatch):
 
 @pytest.mark.parametrize("name", ["chunk_gla", "chunk_simple_gla", "chunk_linear_attn"])
 def test_their_functions_are_checked(library, name):
-    report = check.kernel(fla.mechanism(name), fla.theirs(name), only="packed")
+    entry = f"fla.{name}"
+    report = check.kernel(libraries.FUNCTIONS[entry].mechanism, libraries.function(entry), only="packed")
     report.raise_if_failed()
     assert not report.not_covered
     assert library[0] == (name, {"normalize": False} if "linear" in name else {})
@@ -357,12 +358,12 @@ def test_their_functions_are_judged_on_what_they_claim(library):
         seen.append(g.min().item())
         return gla.chunkwise(q, k, v, g, **options)
 
-    fn.supports = fla.theirs("fused_recurrent_gla").supports
+    fn.supports = libraries.function("fla.fused_recurrent_gla").supports
     report = check.kernel("gla", fn, only="gate r*")
     assert report.ok and not report.not_covered and "gate -inf" in report.left
     assert "gate resets at chunk ends" in report.cases and min(seen) == -1e3
     assert "Claimed: gates down to -1000." in str(report)
-    assert fla.theirs("fused_chunk_linear_attn").supports == {}
+    assert libraries.function("fla.fused_chunk_linear_attn").supports == {}
 
 
 def test_their_layers_call_our_kernels(library, monkeypatch):
@@ -400,14 +401,12 @@ def test_a_library_that_is_missing_takes_nothing(monkeypatch):
 
 
 def test_their_forward_pass_alone(library):
-    report = check.kernel("gla", fla.theirs("chunk_gla"), forward_only=True, only="length 65")
+    report = check.kernel("gla", libraries.function("fla.chunk_gla"), forward_only=True, only="length 65")
     assert report.ok and {r.quantity for r in report.rows if r.status == "passed"} == {"o", "S"}
 
 
 def test_a_library_that_is_missing_is_a_finding(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     monkeypatch.setitem(sys.modules, "fla.ops", None)
-    report = check.kernel("gla", fla.theirs("chunk_gla"), only="length 65")
+    report = check.kernel("gla", libraries.function("fla.chunk_gla"), only="length 65")
     assert not report.ok and report.failures[0].kind == "raises"
-    with pytest.raises(ValueError, match="name: expected one of chunk_delta_rule"):
-        fla.theirs("chunk_rwkv")

@@ -42,17 +42,25 @@ def given(B, T, H, K, V, dtype=torch.float32, kind="logsigmoid/16", seed=0):
 def emulated(args, C, dtype):
     """The steps in float32 with the operands of products rounded to dtype, by two orders of the running sums.
 
-    Both differ from the kernels in nothing but the order of additions: their error is the algorithm's.
+    Both differ from the kernels in nothing but the order of additions: their error is the algorithm's. A state takes
+    its writes a chunk at a time, or as a GPU adds them: one token after the other in float32, else 16 at a time, and
+    what the sum's last bit cannot hold is cut off.
     """
     q, k, v, g, S = (x.float() for x in args)
     scale = q.shape[-1] ** -0.5
-    for running_sum in (torch.Tensor.cumsum, in_a_tree):
+    for running_sum, on_gpu in ((torch.Tensor.cumsum, False), (in_a_tree, True)):
+        n, cut = (1 if dtype == torch.float32 else 16, dtype != torch.float32) if on_gpu else (C, False)
         b = torch.cat([running_sum(g_n, 1) for g_n in g.split(C, 1)], 1) / math.log(2)
         q_g, k_g = (x.to(dtype).float() for x in reference.prepare_qg_kg(q, k, b, scale, C))
         o, S_n = [], S
         for parts in zip(*(x.split(C, 1) for x in (q_g, k_g, v, b)), strict=True):
             o.append(reference.fused_chunk_gla_fwd(*parts, S_n.to(dtype).float(), C)[0])
-            S_n = reference.fused_chunk_gla_fwd(*parts, S_n, C)[1]
+            S_n = parts[3][:, -1, :, :, None].exp2() * S_n
+            for k_n, v_n in zip(*(x.split(n, 1) for x in parts[1:3]), strict=True):
+                exact = S_n.double() + torch.einsum("bchk,bchv->bhkv", k_n.double(), v_n.double())
+                S_n = exact.float()
+                if cut:
+                    S_n = torch.where(S_n.abs() > exact.abs(), S_n.nextafter(torch.zeros_like(S_n)), S_n)
         A = reference.fwd_inner_chunk(q, k, b, scale, C).to(dtype).float()
         yield combine(torch.cat(o, 1)[None], A[None], v).to(dtype), S_n
 

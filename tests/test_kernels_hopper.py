@@ -74,7 +74,6 @@ DELTA = [way for way, how in KERNELS.items() if how.mechanism in EVERY]
 GATED = [way for way, how in KERNELS.items() if how.mechanism != "delta_rule"]
 STATED = [way for way, how in KERNELS.items() if not how.plain]
 FORWARD = [way for way in DELTA if way in STATED and not KERNELS[way].back]
-BACK = [way for way, how in KERNELS.items() if how.back]
 NAMES = ("q", "k", "v", "g", "beta", "do")
 
 

@@ -104,14 +104,16 @@ def test_a_refusal_is_no_wrong_number_in_who_passes():
     }
     off = {"case": "b", "quantity": "o", "kind": "error", "error": 3e-5, "budget": 2e-5}
     record = {"ok": False, "cases": 3, "failures": [refused, off], "diagnosis": [], "not_covered": {"dq": 2}}
-    record |= {"smallest": "a small a", "reproduction": "check.kernel(only='a')"}
+    record |= {"smallest": "check.Case(T=3, K=1, V=2, gate='-1')", "reproduction": "check.kernel(only='a')"}
     row = who_passes.Row("fla.chunk_gla", "fla.chunk_gla fp32", {"environment": {"gpu": "CPU"}}, record)
     assert row.counts == (3, 1, 1) and row.right == 1
     assert row.worst == 1.5 and who_passes.verdicts([row])["wrong"] == ["fla.chunk_gla fp32"]
     assert "<td>1 of 3</td><td>1</td><td>CompilationError: no</td>" in who_passes.refusals([row])
+    assert "the kit&#x27;s “b”" in who_passes.wrong([row])
     assert "only=&#x27;b&#x27;" in who_passes.details([row]), "the shrunken case fails as the first failure does"
     record["failures"].reverse()
-    assert "a small a" in who_passes.details([row])
+    assert "check.Case(T=3" in who_passes.details([row]) and "T 3, K 1, V 2, gates -1" in who_passes.wrong([row])
+    assert "<td>CPU and CPU</td>" in who_passes.wrong([row, row]), "one row for a check, however many machines ran it"
     assert "<td>3.0e-05</td><td>2.0e-05</td><td>1.5</td>" in who_passes.wrong([row])
     record["failures"].append({"case": "b", "quantity": "o", "kind": "not finite", "error": "nan", "budget": 1.0})
     assert row.worst == float("inf") and "<td>not finite</td>" in who_passes.wrong([row])

@@ -64,7 +64,7 @@ def test_label_names_gpu_and_versions(folder):
 
 def test_records_keep_the_version_that_measured_them(tmp_path):
     file, e = tmp_path / "h200.json", {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
-    old, new = {"suite": "flash", "ms": 2.0}, {"suite": "gla", "ms": 1.0, "triton": "3.9.0"}
+    old, new = ({"suite": suite, "triton": version} for suite, version in (("flash", "3.6.0"), ("gla", "3.9.0")))
     results.merge(file, e | {"triton": "3.6.0"}, "records", [old], ["suite"])
     results.merge(file, e | {"triton": "3.9.0"}, "records", [new], ["suite"])
     data = results.load("h200", tmp_path)

@@ -117,12 +117,3 @@ def test_the_program_that_measures(tmp_path, ranks):
     assert not in_process(program.__file__, *options) and out.read_bytes() == before, (
         "each case has been measured by this commit"
     )
-
-
-def test_a_record_goes_when_one_gpu_takes_another_time():
-    old = dict(mechanism="gla", heads=16, size=128, ranks=4, tokens=1 << 16, exchange="pipeline", commit="a")
-    long = old | dict(tokens=1 << 22, alone=None)  # its commit's other records speak for it
-    new = old | dict(ranks=2, commit="b", alone=1.0)
-    for alone, gone in ((1.05, []), (1.3, [True, True]), (0.7, [True, True])):
-        records = [old | dict(alone=alone), long, old | dict(mechanism="kda", alone=alone), new]
-        assert [True for r in records if program.of_other_kernels(r, records)] == gone

@@ -12,8 +12,8 @@ from pictures import EXPLORABLES, area, rects, texts
 from torch.overrides import TorchFunctionMode
 
 from gla_ref import gates, gla, linear_attention, results
-from gla_ref.book import roofline
-from gla_ref.book.costs import FORMS, cost
+from gla_ref.book import rivals
+from gla_ref.book.costs import cost
 from gla_ref.book.viz import (
     anchor,
     decode_memory,
@@ -232,35 +232,30 @@ def test_errors_do_not_depend_on_the_default_dtype(default_dtype):
     assert 1e-8 < errors[0] == errors[1] < 1e-5
 
 
-# -- the roofline (chapter 7) ------------------------------------------------------------------
-
-SHAPE = dict(B=8, T=8192, H=16, K=128, V=128)
-LIMITS = {
-    "linear_attention: chunkwise": "bytes",
-    "softmax_attention: flash": "matmul_flops",
-    "gla: chunkwise": "elementwise_flops",
-}
+# -- rivals (appendix "Benchmarks") ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_roofline_shows_measurements_as_measured_and_predictions_under_the_roof(direction):
+def test_rivals_pair_our_call_with_the_fastest_right_library_of_the_same_run():
+    names = "contender", "peer", "ms", "correct", "suite", "triton"
+    runs = [
+        ("triton", False, 3.0, True, "a", "3.6"),
+        ("fla", True, 4.0, True, "a", "3.6"),
+        ("cudnn", True, 2.0, True, "a", "3.6"),
+        ("wrong", True, 1.0, False, "a", "3.6"),
+        ("torch_chunkwise", True, 1.0, True, "a", "3.6"),
+        ("fla", True, 1.0, True, "a", "3.9"),
+        ("triton", False, 3.0, True, "b", "3.9"),
+        ("fla", True, 2.5, True, "b", "3.9"),
+    ]
+    sizes = dict.fromkeys(rivals.SIZES, 1) | {"mechanism": "gla", "direction": "forward"}
+    (case,) = rivals.cases({"records": [sizes | dict(zip(names, run, strict=True)) for run in runs]})
+    assert case.ratio == 1.5 and case.theirs["contender"] == "cudnn" and case.kind == "forward"
+
+
+def test_rivals_leave_out_no_suite_with_a_library():
     data = results.load("h200")
-    bandwidth, products = (data["environment"][n] for n in ("copy_gb_s", "matmul_tflop_s"))
-    found = roofline.points(data, direction, **SHAPE)
-    predicted = [p for p in found if p.record is None]
-    assert len(predicted) == (direction == "forward") * sum(len(FORMS[m]) for m in roofline.COLORS)
-    assert len(found) - len(predicted) >= 15
-    for p in found:
-        roof = min(p.intensity * bandwidth / 1e3, products) * 1e12
-        if r := p.record:
-            assert r in data["records"] and (r["direction"], [r[n] for n in "BTHKV"]) == (direction, [*SHAPE.values()])
-            assert roof / p.rate == pytest.approx(r["ms"] / max(r["floor_ms"], r["flop_floor_ms"]))
-        else:
-            n = cost(*p.name.split(": "), **SHAPE)
-            assert p.rate <= roof * (1 + 1e-12)
-            if limit := LIMITS.get(p.name):
-                speed = {"bytes": bandwidth * 1e9, "matmul_flops": products * 1e12}.get(limit, roofline.ORDINARY)
-                assert n.matmul_flops / p.rate == pytest.approx(getattr(n, limit) / speed)
+    libraries = {r["suite"] for r in data["records"] if r["peer"] and r["contender"] not in rivals.LOOPS}
+    assert {case.ours["suite"] for case in rivals.cases(data)} == libraries
 
 
 # -- a fading state (chapter 9) ----------------------------------------------------------------

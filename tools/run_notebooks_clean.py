@@ -5,9 +5,8 @@
 Makes a temporary virtual environment with Jupyter and all that the package needs, but not the package, and serves the
 built site (make book) on this machine. PyTorch, Triton and CUDA, 6 GB of files, are links to this Python's own. Each
 notebook is downloaded into an empty folder and runs top to bottom in an environment of its own: its first cell installs
-the site's wheel by its address. That cell is also tried with the wheel beside the notebook, and with neither. Triton
-comes with PyTorch, as on Colab; the kernels run on the GPU, or are interpreted where there is none. A notebook that
-takes more GPU memory than a T4 has fails.
+the site's wheel by its address. Triton comes with PyTorch, as on Colab; the kernels run on the GPU, or are interpreted
+where there is none. A notebook that takes more GPU memory than a T4 has fails.
 
 A GPU host without a network brings its own PyTorch and Triton; what it lacks comes in a folder and is installed whole
 (all but the package), and the folder's wheel and the committed notebooks stand in for the site:
@@ -41,12 +40,10 @@ SITE = ROOT / "_build" / "html"
 FOLDER = "_sources/book"  # where the site has its notebooks and the wheel
 #: the wheel's dependencies are loose; take the versions that the book was tested with
 PACKAGES = ["nbclient", "ipykernel"]
-#: execute a notebook, or its first cell and the code that is given; prints the bytes of GPU memory that it took
+#: execute a notebook; prints the bytes of GPU memory that it took
 RUN = """
 import sys, nbformat, nbclient
 notebook = nbformat.read(sys.argv[1], 4)
-if len(sys.argv) > 2:
-    notebook.cells[1:] = [nbformat.v4.new_code_cell(sys.argv[2])]
 peak = "import torch; torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0"
 notebook.cells.append(nbformat.v4.new_code_cell(peak))
 nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
@@ -118,14 +115,12 @@ def new_environment(python: Path, folder: Path, shared: list[Path]) -> Path:
     return python_there
 
 
-def download(address: str, name: str, folder: Path, wheel: str = "") -> Path:
-    """A notebook, and the wheel if it is named, in an empty folder."""
+def download(address: str, name: str, folder: Path) -> Path:
+    """A notebook in an empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     path = folder / f"{name}.ipynb"
     urlretrieve(f"{address}/{FOLDER}/{name}.ipynb", path)
-    if wheel:
-        urlretrieve(f"{address}/{FOLDER}/{wheel}", folder / wheel)
     return path
 
 
@@ -168,32 +163,17 @@ def main() -> int:
     env |= {"TRITON_CACHE_DIR": str(work / "triton")}  # nothing was compiled before
     failed = []
 
-    def execute(path: Path, *only: str) -> subprocess.CompletedProcess:
-        """Run a notebook in an environment of its own, which lies beside its folder."""
-        own = new_environment(python, work / "environments" / path.parent.name, shared)
-        command = [own, "-c", RUN, path, *only]
-        result = subprocess.run(command, cwd=path.parent, env=env, capture_output=True, text=True)
-        if not result.returncode and not (packages_of(own) / "gla_ref").is_dir():
-            sys.exit(f"{path.name} did not install the package: it found another one")
-        return result
-
     def chapter(name: str) -> tuple[subprocess.CompletedProcess, float]:
-        path = download(address, name, work / "readers" / name)
+        """Run a notebook in an environment of its own; the seconds that it takes."""
+        path, own = download(address, name, work / "readers" / name), new_environment(python, work / name, shared)
         set_address(path, f"{address}/{FOLDER}/{wheel.name}")
         start = time.perf_counter()
-        return execute(path), time.perf_counter() - start
+        result = subprocess.run([own, "-c", RUN, path], cwd=path.parent, env=env, capture_output=True, text=True)
+        if not result.returncode and not (packages_of(own) / "gla_ref").is_dir():
+            sys.exit(f"{path.name} did not install the package: it found another one")
+        return result, time.perf_counter() - start
 
     with served(site) as address, ThreadPoolExecutor(args.jobs) as pool:
-        for beside in (wheel.name, ""):  # the first cell alone, which all notebooks share
-            path = download(address, names[0], work / "readers" / ("beside" if beside else "neither"), beside)
-            set_address(path, "")
-            result = execute(path, "import gla_ref, matplotlib")
-            said = "Download gla_ref" in result.stderr and "ModuleNotFoundError" not in result.stderr
-            held = result.returncode == 0 if beside else result.returncode != 0 and said
-            print(f"{'wheel beside it' if beside else 'no wheel: a clear sentence':32} {'ok' if held else 'failed'}")
-            if not held:
-                failed.append(path.parent.name)
-                print(result.stderr[-3000:])
         for name, (result, seconds) in zip(names, pool.map(chapter, names), strict=True):
             print(f"{name:32} {'failed' if result.returncode else 'ok':8} {seconds:5.1f} s", flush=True)
             if result.returncode:
@@ -203,7 +183,7 @@ def main() -> int:
             if (peak := int(result.stdout.splitlines()[-1])) > ROOM:
                 failed.append(name)
                 print(f"it took {peak / 1e9:.1f} GB of the GPU, and a T4 has {ROOM / 1e9:.0f}")
-    print(f"{len(set(names) - set(failed))} of {len(names)} notebooks run with only {wheel.name}, from the site")
+    print(f"{len(names) - len(failed)} of {len(names)} notebooks run with only {wheel.name}, from the site")
     shutil.rmtree(work)
     return 1 if failed else 0
 

@@ -16,7 +16,7 @@ from .chunks import by_chunk, heads_first
 from .mechanisms import MECHANISMS
 from .prefix_sum import hillis_steele
 
-__all__ = ["chunkwise", "dpfp", "elu_plus_one", "exponential", "parallel", "polynomial2", "recurrent", "scan"]
+__all__ = ["chunkwise", "elu_plus_one", "exponential", "parallel", "polynomial2", "recurrent", "scan"]
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
@@ -34,10 +34,14 @@ def polynomial2(x: Tensor) -> Tensor:
     return rearrange(x[..., :, None] * x[..., None, :], "... i j -> ... (i j)")
 
 
-def dpfp(x: Tensor, nu: int = 1) -> Tensor:
-    """Deterministic parameter-free projection, `[..., K]` to `[..., 2 * K * nu]`. Source: Schlag et al. 2021."""
-    x = torch.cat([x.relu(), (-x).relu()], -1)
-    return torch.cat([x * x.roll(shift, -1) for shift in range(1, nu + 1)], -1)
+def normalised_state(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Check an initial state (S, z); return S `[N, H, K, V]` and z as a column of it, `[N, H, K, 1]`."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TypeError(f"initial_state: expected (S, z) with normalize=True, got {type(pair).__name__}")
+    S, z = pair
+    if S.shape[:-1] != z.shape:
+        raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}")
+    return S, z[..., None]
 
 
 def _form(body: Callable) -> Callable:
@@ -69,14 +73,7 @@ def _form(body: Callable) -> Callable:
         if normalize:
             v = F.pad(v, (0, 1), value=1)
             if initial_state is not None:
-                if not isinstance(initial_state, tuple) or len(initial_state) != 2:
-                    raise TypeError(
-                        f"initial_state: expected (S, z) with normalize=True, got {type(initial_state).__name__}"
-                    )
-                S, z = initial_state
-                if S.shape[:-1] != z.shape:
-                    raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}")
-                initial_state = torch.cat([S, z[..., None]], -1)
+                initial_state = torch.cat(normalised_state(initial_state), -1)
         o, S = bare(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
         if not normalize:
             return o.to(result), S

@@ -175,9 +175,6 @@ def merge(
         def identity(r: dict) -> str:
             return json.dumps([r.get(name) or None for name in key])  # older records lack some fields
 
-        if kind == "records" and "triton" in before["environment"]:  # by which the kept ones were measured
-            for r in before[kind]:
-                r.setdefault("triton", before["environment"]["triton"])
         every = {identity(r): r for r in before[kind]}
         for r in records:
             every[identity(r)] = update(every.get(identity(r), {}), r)
@@ -192,9 +189,10 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
         folder: where the files are; None looks in the checkout of this package, then in the working
             directory and the directories above it.
         kind: "records" of run.py, "checks" of check_peers.py, "scaling" of scaling.py,
-            "waits" of clocks.py or "museum" of `python -m gla_ref check --museum`; of :mod:`gla_ref.experiments` the
-            experiment's name; "trainings" (by split_training.py of commit da81b34a), "first", "throughput", "steps",
-            "parts", "late reads", "models" and "trials", whose environment names where they come from.
+            "museum" of `python -m gla_ref check --museum`; of :mod:`gla_ref.experiments` the experiment's name;
+            "waits" (by clocks.py of commit 1cbe72c), "trainings" (by split_training.py of commit da81b34a), "first",
+            "throughput", "steps", "parts", "late reads", "models" and "trials", whose environment names where they
+            come from.
 
     Returns:
         The content of the file, or None if there is no such file.

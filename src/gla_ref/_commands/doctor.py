@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from .. import FORMS, check
 from ..kernels import find_device, plan, refusal
+from ..kernels.launch.hardware import hardware_of
 from ..kernels.launch.versions import KNOWN, MEASURED, release, standing, too_old
 from ..mechanisms import MECHANISMS
 
@@ -58,8 +59,6 @@ def on_hopper(name: str) -> str | None:
 
 def planned(device: str, dtype: torch.dtype) -> list[list]:
     """A row for each of CALLS: what would run here."""
-    from ..kernels.launch.hardware import hardware_of
-
     rows, hardware = [], hardware_of(torch.device(device))
     for mechanism, sizes in CALLS:
         required = [x for x in MECHANISMS[mechanism].arguments if not x.optional]
@@ -97,8 +96,6 @@ def doctor() -> int:
         print(f"No kernel runs here: {reason}. The references run.")
         return 0
     device, dtype, sentence = find_device()
-    from ..kernels.launch.hardware import hardware_of
-
     if told := on_hopper(hardware_of(torch.device(device)).name):
         print(told)
     name = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The cost of each form: FLOPs, bytes, state, parallelism (chapters 1 to 11 and 20)."""
+"""The cost of each form: FLOPs, bytes, state, steps (chapters 1 to 11 and 20)."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from .._contract import check_chunk
 from ..gla import two_level_blocks
 
-__all__ = ["Cost", "block_flops", "cost"]
+__all__ = ["ORDINARY", "Cost", "block_flops", "cost"]
+
+#: FLOP/s of an H200 in float32 without tensor cores, by its data sheet
+ORDINARY = 67e12
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,6 @@ class Cost:
     elementwise_flops: int  # additions, products, maxima and exponentials outside matrix products
     bytes: int  # to and from memory, each tensor that the form keeps there written and read once
     state_bytes: int  # states (or KV cache) that exist at the same time
-    parallelism: int  # independent programs
     steps: int  # longest chain of steps; each needs the step before
 
 
@@ -36,8 +38,6 @@ def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C
       `parallel`; states and gates of all tokens in every round of `scan` (in the delta family: each
       map that it makes, a K x K matrix and a state); statistics of `two_pass`.
       Softmax `recurrent` reads its whole cache for every token. The rest stays on the chip.
-    * *Parallelism*: heads, times the independent parts of a head: tiles of C queries (`parallel`,
-      `parallel_log`, `flash`), single tokens (`two_pass`, `scan`), or nothing.
     * *Steps*: tokens, chunks, tiles of keys, rounds of a scan, or 1.
 
     Args:
@@ -102,31 +102,31 @@ def einsum(m: int, k: int, n: int) -> tuple[int, int]:
     return (2 * m * k * n, 0) if k > 1 else (0, m * n)
 
 
-def attention(h: Head, blocks, elementwise: int, bytes: int, parallelism: int, steps: int) -> Cost:
+def attention(h: Head, blocks, elementwise: int, bytes: int, steps: int) -> Cost:
     """Count scores and weighted values of `blocks` of m queries by n keys, and add other `elementwise` FLOPs."""
     matmul = scaled = 0
     for (m, n), times in Counter(blocks).items():  # many blocks, of four sizes at most
         for products, sums in (einsum(m, h.K, n), einsum(m, n, h.V)):
             matmul, scaled = matmul + times * products, scaled + times * sums
-    return Cost(matmul, elementwise + scaled, bytes, h.cache, parallelism, steps)
+    return Cost(matmul, elementwise + scaled, bytes, h.cache, steps)
 
 
 def attention_recurrent(h: Head) -> Cost:
     blocks = [(1, t) for t in range(1, h.T + 1)]
     pairs = sum(t for _, t in blocks)
-    return attention(h, blocks, 8 * pairs, h.cache * (h.T + 3) // 2, 1, h.T)
+    return attention(h, blocks, 8 * pairs, h.cache * (h.T + 3) // 2, h.T)
 
 
 def attention_parallel(h: Head) -> Cost:
     pairs = h.T * h.T
     moved = 2 * h.cache + 4 * pairs * h.itemsize
-    return attention(h, [(h.T, h.T)], 8 * pairs, moved, len(h.tiles), 1)
+    return attention(h, [(h.T, h.T)], 8 * pairs, moved, 1)
 
 
 def attention_two_pass(h: Head) -> Cost:
     matmul, scaled = einsum(h.T, h.K, h.T)  # the scores, twice; values are added element by element
     elementwise = 2 * scaled + (13 + 2 * h.V) * h.T * h.T
-    return Cost(2 * matmul, elementwise, 2 * h.cache + 16 * h.T, h.cache, h.T, 2 * h.T)
+    return Cost(2 * matmul, elementwise, 2 * h.cache + 16 * h.T, h.cache, 2 * h.T)
 
 
 def attention_flash(h: Head) -> Cost:
@@ -134,7 +134,7 @@ def attention_flash(h: Head) -> Cost:
     blocks = [(m, n) for i, m in enumerate(tiles) for n in tiles[: i + 1]]
     elementwise = sum(5 * m * (n + 1) + 2 * m * h.V for m, n in blocks)
     elementwise += sum(m * (1 + h.V * i) for i, m in enumerate(tiles))  # o, rescaled from the second tile on
-    return attention(h, blocks, elementwise, 2 * h.cache, len(tiles), len(tiles))
+    return attention(h, blocks, elementwise, 2 * h.cache, len(tiles))
 
 
 # forms of mechanisms with a state S: `gate` is the width of the log gates, 0 without gates
@@ -143,7 +143,7 @@ def attention_flash(h: Head) -> Cost:
 def recurrent(h: Head, gate: int) -> Cost:
     """k v, + S, q S and its sum; with gates exp(g) and alpha S."""
     elementwise = h.T * (4 * h.S + h.V + gate + h.S * (gate > 0))
-    return Cost(0, elementwise, h.moved(gate), 4 * h.S, 1, h.T)
+    return Cost(0, elementwise, h.moved(gate), 4 * h.S, h.T)
 
 
 def scan(h: Head, gate: int) -> Cost:
@@ -151,14 +151,14 @@ def scan(h: Head, gate: int) -> Cost:
     pairs = rounds * h.T - (2**rounds - 1)  # round r combines T - 2^r pairs
     elementwise = h.T * (5 * h.S + h.V + gate) + pairs * (2 * h.S + alpha)
     moved = h.moved(gate) + 8 * (1 + rounds) * h.T * (h.S + alpha)
-    return Cost(0, elementwise, moved, 4 * h.T * h.S, h.T, rounds)
+    return Cost(0, elementwise, moved, 4 * h.T * h.S, rounds)
 
 
 def parallel(h: Head, gate: int, elementwise: int) -> Cost:
     """Scores, weighted values, q S and the final state; with gates q and k are stored decayed."""
     matmul = 2 * h.T * h.T * (h.K + h.V) + 4 * h.T * h.S
     moved = h.moved(gate) + (2 * h.T * h.T + 4 * h.T * h.K * (gate > 0)) * h.itemsize
-    return Cost(matmul, elementwise, moved, 4 * h.S, len(h.tiles), 1)
+    return Cost(matmul, elementwise, moved, 4 * h.S, 1)
 
 
 def chunkwise(h: Head, gate: int, own: Callable[[int], tuple[int, int]]) -> Cost:
@@ -166,7 +166,7 @@ def chunkwise(h: Head, gate: int, own: Callable[[int], tuple[int, int]]) -> Cost
     matmul, elementwise = map(sum, zip(*map(own, h.tiles), strict=True))
     matmul += 4 * h.T * h.S
     elementwise += h.T * (h.K + h.V)  # scale q, inter + intra
-    return Cost(matmul, elementwise, h.moved(gate), 4 * h.S, 1, len(h.tiles))
+    return Cost(matmul, elementwise, h.moved(gate), 4 * h.S, len(h.tiles))
 
 
 def linear_attention_chunkwise(h: Head) -> Cost:
@@ -183,7 +183,7 @@ def simple_gla_chunkwise(h: Head) -> Cost:
 def delta_recurrent(h: Head, gate: int) -> Cost:
     """k S, v - k S, beta, k v^, + S, q S; with gates exp(g) and alpha S."""
     elementwise = h.T * (6 * h.S + 2 * h.V + h.K + gate + h.S * (gate > 0))
-    return Cost(0, elementwise, h.moved(gate + 1), 4 * h.S, 1, h.T)
+    return Cost(0, elementwise, h.moved(gate + 1), 4 * h.S, h.T)
 
 
 def delta_scan(h: Head, gate: int) -> Cost:
@@ -195,7 +195,7 @@ def delta_scan(h: Head, gate: int) -> Cost:
     matmul = (pairs + h.T) * 2 * h.K * h.S + pairs * 2 * h.K * square
     elementwise = pairs * h.S + h.T * (2 * h.K + 2 * square + 4 * h.S + gate * (1 + square))
     moved = h.moved(gate + 1) + 8 * (h.T + pairs) * (h.S + square)
-    return Cost(matmul, elementwise, moved, 4 * h.T * h.S, h.T, rounds)
+    return Cost(matmul, elementwise, moved, 4 * h.T * h.S, rounds)
 
 
 def substitution(n: int) -> tuple[int, int]:
@@ -220,7 +220,7 @@ def delta_chunkwise(h: Head, gate: int, own: Callable[[int], int], inverse=block
     matmul, elementwise = map(sum, zip(*map(inverse, h.tiles), strict=True))
     matmul += sum((2 * scores * h.K + 4 * h.V) * n * n for n in h.tiles) + 6 * h.T * h.S
     elementwise += h.T * (h.K + 3 * h.V) + sum(n * n + h.S + own(n) for n in h.tiles)
-    return Cost(matmul, elementwise, h.moved(gate + 1), 4 * h.S, 1, len(h.tiles))
+    return Cost(matmul, elementwise, h.moved(gate + 1), 4 * h.S, len(h.tiles))
 
 
 def delta_parallel(h: Head, gate: int, own: Callable[[int], int]) -> Cost:
@@ -228,7 +228,7 @@ def delta_parallel(h: Head, gate: int, own: Callable[[int], int]) -> Cost:
     whole = Head(h.T, h.K, h.V, h.T, h.c, h.itemsize)
     n = delta_chunkwise(whole, gate, own, lambda n: blocked(n, 1))
     moved = n.bytes + 6 * h.T * h.T * h.itemsize
-    return Cost(n.matmul_flops, n.elementwise_flops, moved, n.state_bytes, len(h.tiles), (h.T - 1).bit_length() + 1)
+    return replace(n, bytes=moved, steps=(h.T - 1).bit_length() + 1)
 
 
 def ungated(n: int) -> int:
@@ -252,7 +252,7 @@ def gla_parallel_log(h: Head) -> Cost:
     pairs, T = h.T * h.T, h.T
     elementwise = 5 * pairs * h.K + T * (8 * h.K + h.V) + h.K + 2 * h.S
     matmul = 2 * pairs * h.V + 4 * T * h.S
-    return Cost(matmul, elementwise, h.moved(h.K) + 2 * pairs * h.itemsize, 4 * h.S, len(h.tiles), 1)
+    return Cost(matmul, elementwise, h.moved(h.K) + 2 * pairs * h.itemsize, 4 * h.S, 1)
 
 
 def gla_chunkwise(h: Head) -> Cost:
@@ -274,7 +274,7 @@ def block_flops(kind: str, m: int, n: int, K: int, V: int) -> tuple[int, int]:
 def gla_chunkwise_two_level(h: Head) -> Cost:
     blocks = two_level_blocks(h.T, h.C, h.c)
     counts = [block_flops(kind, *(x.stop - x.start for x in sides), h.K, h.V) for kind, *sides in blocks]
-    return Cost(*map(sum, zip(*counts, strict=True)), h.moved(h.K), 4 * h.S, 1, len(h.tiles))
+    return Cost(*map(sum, zip(*counts, strict=True)), h.moved(h.K), 4 * h.S, len(h.tiles))
 
 
 FORMS = {

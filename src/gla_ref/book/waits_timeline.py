@@ -1,6 +1,6 @@
 """A chart: the work and waits of each role of a Hopper kernel, by clocks read inside the kernel (chapter 23).
 
-The bars are measurements of one program on one multiprocessor, from the records of benchmarks/clocks.py.
+The bars are measurements of one program on one multiprocessor, from the records "waits".
 """
 
 from __future__ import annotations

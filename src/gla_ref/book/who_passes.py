@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .. import results
 from ..compat.libraries import FUNCTIONS
 
-__all__ = ["NO_NUMBER", "REASONS", "Row", "claims", "details", "matrix", "refusals", "rows", "verdicts", "wrong"]
+__all__ = ["NO_NUMBER", "Row", "claimed", "claims", "details", "matrix", "refusals", "rows", "verdicts", "wrong"]
 
 NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of failures without a number to judge
 REASONS = {  # what a function refuses, by a part of its message
@@ -87,15 +87,15 @@ def rows() -> list[Row]:
             Row(name, f"{r['subject']} {r['dtype']}" + (" full" if r["level"] == "full" else ""), data, r)
             for data in (results.load(gpu, kind="checks") for gpu in ("nvidia", "cpu"))
             for r in (data["checks"] if data else ())
-            if r["subject"].split()[0] == name and _claimed(name, r["dtype"])
+            if r["subject"].split()[0] == name and claimed(name, r["dtype"])
         ]
         listed += sorted(here, key=lambda row: (row.data["environment"]["gpu"] == "CPU", row.name))
         listed += [] if here else [Row(name, name, None, None)]
     return listed
 
 
-def _claimed(name: str, dtype: str) -> bool:
-    """Whether the library claims tokens of a dtype; a record may be older than the claim."""
+def claimed(name: str, dtype: str) -> bool:
+    """Return whether the library claims tokens of a dtype for a function; a record may be older than the claim."""
     supports = FUNCTIONS[name].supports
     return callable(supports) or dtype in supports.get("dtypes", (dtype,))
 
@@ -184,19 +184,28 @@ def refusals(rows: list[Row]) -> str:
 
 
 def wrong(rows: list[Row]) -> str:
-    """Return, as HTML, the functions with wrong numbers, the worst first, and where they are wrong."""
-    lines = []
+    """Return, as HTML, the checks with wrong numbers, the worst first, and the smallest input that shows it."""
+    lines, by = [], {}
     for row in sorted((row for row in rows if row.worst), key=lambda row: -row.worst):
+        by.setdefault(row.name, []).append(row)
+    for row, *others in by.values():
         failures = [f for f in row.record["failures"] if f["kind"] not in NO_NUMBER]
-        worst, cases = max(failures, key=_budgets), ", ".join(dict.fromkeys(f["case"] for f in failures))
-        finite = row.worst < float("inf")
-        off = (f"{float(worst['error']):.1e}", f"{row.worst:.1f}") if finite else ("not finite", "")
-        count = f"{row.counts[1]} of {row.counts[0]}"
-        cells = row.name, _on(row), count, cases, worst["quantity"], off[0], f"{worst['budget']:.1e}", off[1]
+        worst = max(failures, key=_budgets)
+        off = (f"{float(worst['error']):.1e}", f"{row.worst:.1f}") if row.worst < float("inf") else ("not finite", "")
+        on, count = " and ".join(map(_on, (row, *others))), f"{row.counts[1]} of {row.counts[0]}"
+        cells = row.name, on, count, _input(row.record), worst["quantity"], off[0], f"{worst['budget']:.1e}", off[1]
         lines.append("<tr>" + "".join(f"<td>{escape(x)}</td>" for x in cells) + "</tr>")
-    return (
-        _table(("function", "on", "wrong", "in the cases", "worst", "error", "budget", "ratio"), lines) if lines else ""
-    )
+    head = "check", "on", "wrong", "smallest wrong input", "worst", "error", "budget", "ratio"
+    return _table(head, lines) if lines else ""
+
+
+def _input(record: dict) -> str:
+    """The input of `_lines`: sizes, gates and scale of a shrunken case, or the name of one of the kit's own."""
+    x = dict(re.findall(r"(\w+)='?([^',)]+)", _lines(record)[0]))
+    if "T" not in x:
+        return f"the kit's “{x['only']}”"
+    x["gates"] = "" if x["gate"] == "zero" else x["gate"]
+    return ", ".join(f"{n} {x[n]}" for n in ("T", "K", "V", "gates", "scale") if x.get(n))
 
 
 def _lines(record: dict) -> tuple[str, str]:
@@ -219,10 +228,11 @@ def details(rows: list[Row]) -> str:
     parts = []
     for row in by.values():
         named = "; ".join(d["mistake"] for d in row.record["diagnosis"])
+        cases = ", ".join(dict.fromkeys(f["case"] for f in row.record["failures"] if f["kind"] not in NO_NUMBER))
         if row.worst < float("inf"):
             named = named.replace(": not a number after a reset", ", which lose digits after a strong gate")
         lines, note = _lines(row.record)
         parts.append(f"<details><summary><b>{escape(row.name)}</b> ({escape(_on(row))})</summary>")
         parts.append(f"<p>The kit's explanation: {escape(named)}.</p>" if named else "")
-        parts.append(f"{note}<pre>{escape(lines)}</pre></details>")
+        parts.append(f"<p>Wrong in: {escape(cases)}.</p>{note}<pre>{escape(lines)}</pre></details>")
     return "".join(parts)

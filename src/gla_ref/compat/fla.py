@@ -1,7 +1,6 @@
-"""Our kernels under fla's names and signatures, and fla's own for the check kit (appendix "Check your kernel").
+"""Our kernels under fla's names and signatures (appendix "Check your kernel").
 
     from gla_ref.compat.fla import chunk_gla            # was: from fla.ops.gla import chunk_gla
-    report = check.kernel("gla", theirs("chunk_gla"), device="cuda")    # fla's own, checked
 
     with install():             # or install(), for good: in fla's own layers and models
         loss = model(tokens)
@@ -23,41 +22,11 @@ from torch import Tensor
 
 from .. import FORMS
 from ..gates import softplus_gate
-from .libraries import FROM_FLA, FUNCTIONS, function
+from .libraries import FROM_FLA
 
-# functions of fla, and their mechanisms: all its kernels but one, which has no states
-COMPUTES = {it.name: it.mechanism for it in FROM_FLA if it.devices == ("cuda",) and "initial_state" in it.takes}
-__all__ = [*COMPUTES, "Installed", "install", "mechanism", "theirs"]
-
-
-def mechanism(name: str) -> str:
-    """Return the mechanism that a function of fla computes: "linear_attention" for "chunk_linear_attn"."""
-    if name not in COMPUTES:
-        known = ", ".join(sorted(COMPUTES))
-        raise ValueError(f"name: expected one of {known}; got {name!r}")
-    return COMPUTES[name]
-
-
-def theirs(name: str) -> Callable:
-    """Return fla's own function under this book's contract, for `check.kernel(mechanism(name), theirs(name))`.
-
-    The first call imports fla. Linear attention is called with `normalize=False`, and boundaries are int64. fla
-    documents log gates from logsigmoid, which are finite, states in float32, packed sequences as in flash-attn, and no
-    limit on T, K or V, though some functions refuse odd or narrow K and V. The function's attribute `supports` states
-    this claim: the check kit replaces gates of -inf (hard resets) by the ladder's lowest finite gates, and counts every
-    case.
-
-    Args:
-        name: one of the functions of this module, such as "chunk_gla".
-
-    Returns:
-        `o, state = fn(q, k, v[, g], *, scale=None, initial_state=None, cu_seqlens=None)`.
-
-    Raises:
-        ValueError: fla has no such function among those of this module.
-    """
-    mechanism(name)
-    return function(f"fla.{name}")
+# modules of fla's functions: of all its kernels but one, which has no states
+MODULES = {it.name: it.module for it in FROM_FLA if it.devices == ("cuda",) and "initial_state" in it.takes}
+__all__ = [*MODULES, "Installed", "install"]
 
 
 def install(*names: str) -> "Installed":
@@ -74,13 +43,13 @@ def install(*names: str) -> "Installed":
         ValueError: this module has no such function.
     """
     pairs = []
-    for name in names or COMPUTES:
-        mechanism(name)  # raises the error
-        path = FUNCTIONS[f"fla.{name}"].module
+    for name in names or MODULES:
+        if name not in MODULES:
+            raise ValueError(f"name: expected one of {', '.join(sorted(MODULES))}; got {name!r}")
         try:
-            module = importlib.import_module(path)
+            module = importlib.import_module(MODULES[name])
         except ModuleNotFoundError as error:
-            if names or error.name != path:
+            if names or error.name != MODULES[name]:
                 raise
             continue  # a mechanism that this fla does not have
         own, ours = getattr(module, name, None), globals()[name]

@@ -2,8 +2,8 @@
 
 Check one::
 
-    fn = libraries.function("torch.sdpa_math")
-    print(check.kernel("softmax_attention", fn))
+    fn = libraries.function("fla.chunk_gla")
+    print(check.kernel("gla", fn, device="cuda"))
 
 The appendix "Who passes" shows the check kit's findings on each function.
 """

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -239,21 +240,16 @@ class Mqar(Task):
             again = pairs // 2 if s.overwritten else 0
             kinds["overwritten"].append(right[:, :again].float().mean().item())
             kinds["written once"].append(right[:, again:].float().mean().item())
-        scores = {"accuracy": mean(shares.values()), "loss": mean(losses), "by length": shares}
+        scores = {"accuracy": fmean(shares.values()), "loss": fmean(losses), "by length": shares}
         layers = gates_of(model, longest[: max(1, s.tokens // self.T)])
         scores |= {"gates": layers} if layers else {}
-        return scores | ({"by key": {kind: mean(x) for kind, x in kinds.items()}} if s.overwritten else {})
+        return scores | ({"by key": {kind: fmean(x) for kind, x in kinds.items()}} if s.overwritten else {})
 
     def baselines(self) -> dict:
         """Any value at all; and one of the values in the text, each as often as another ("majority")."""
         values = self.settings.vocab_size - self.settings.vocab_size // 2
-        majority = mean(1 / self.settings.writes(pairs) for _, pairs in self.settings.lengths)
+        majority = fmean(1 / self.settings.writes(pairs) for _, pairs in self.settings.lengths)
         return {"loss": math.log(values), "chance": 1 / values, "majority": majority}
-
-
-def mean(numbers) -> float:
-    """The mean of some numbers."""
-    return math.fsum(numbers := list(numbers)) / len(numbers)
 
 
 def runs(settings: Settings, seeds: int) -> list[Run]:

@@ -17,27 +17,22 @@ from ..models import LanguageModel
 from ..models.layer import GatedLinearAttention
 from ..models.mixers import GatedDeltaRule, KimiDeltaAttention, Mamba2, RetNet, ScalarGates
 
-__all__ = ["CHUNK", "STRONG", "gates_of", "log_gates"]
+__all__ = ["CHUNK", "STRONG", "gates_of"]
 
 CHUNK, STRONG = 64, -80.0  # as in the bfloat16 kernels: a chunk where a channel's log gates sum to less is strong
 SHARES = 0.05, 0.25, 0.5, 0.75, 0.95  # shares of channels at or below a quantile
 LEAST = 1e-9  # nats that a token counts at least: a channel without decay has no half-life
 
 
-def log_gates(layer, x: Tensor) -> Tensor | None:
-    """Log gates of a mixer for its input x `[B, T, d]`: `[B, T, H, K]`, or `[B, T, H, 1]` where a head has one gate.
-
-    None where the mixer has no gates.
-    """
+def _log_gates(layer, x: Tensor) -> Tensor:
+    """Log gates of a mixer for its input x `[B, T, d]`: `[B, T, H, K]`, or `[B, T, H, 1]` where a head has one gate."""
     if isinstance(layer, GatedLinearAttention):
         return layer.inputs(x, None, None, None)[-1].float()
     if isinstance(layer, ScalarGates | RetNet):
         return layer.inputs(x, None, None, None)[-1].float()[..., None]
     if isinstance(layer, KimiDeltaAttention):
         return layer.gates(x).float()
-    if isinstance(layer, Mamba2 | GatedDeltaRule):
-        return layer.dt(x)[1].float()[..., None]
-    return None
+    return layer.dt(x)[1].float()[..., None]  # of Mamba2 or GatedDeltaRule
 
 
 @torch.no_grad()
@@ -53,7 +48,7 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
     layers, handles = [], []
 
     def look(layer, args):
-        g = log_gates(layer, args[0])
+        g = _log_gates(layer, args[0])
         C = min(CHUNK, g.shape[1])
         chunks = rearrange(g[:, : g.shape[1] // C * C], "b (n c) h k -> b n c h k", c=C)
         decay = chunks.sum(2).amin(-1)  # [b, n, h]

@@ -25,10 +25,8 @@ __all__ = ["Task", "compile_parts", "share_of_rate", "train"]
 
 POINTS = 50  # of a curve
 LEARNED = 0.98  # share of the loss without learning: a model above it is at chance
-SAVED = {
-    "model", "optimizer", "scheduler", "total", "step", "seconds", "curve", "evaluations", "diverged", "rng",
-    "cuda_rng", "fingerprint",
-}  # fmt: skip
+PROGRESS, PARTS = ("step", "seconds", "curve", "evaluations", "diverged"), ("model", "optimizer", "scheduler")
+SAVED = {*PROGRESS, *PARTS, "total", "rng", "cuda_rng", "fingerprint"}  # in a checkpoint
 
 
 class Task(ABC):
@@ -146,11 +144,10 @@ class _Trainer:
             raise ValueError(
                 f"settings: expected those of the checkpoint {self.file}, got others; remove it to start anew"
             )
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.scheduler.load_state_dict(saved["scheduler"])
+        for name in PARTS:
+            getattr(self, name).load_state_dict(saved[name])
         self.total.copy_(saved["total"])
-        for name in ("step", "seconds", "curve", "evaluations", "diverged"):
+        for name in PROGRESS:
             setattr(self, name, saved[name])
         torch.set_rng_state(saved["rng"])
         if self.device.type == "cuda" and saved["cuda_rng"] is not None:
@@ -159,8 +156,8 @@ class _Trainer:
     def save(self) -> None:
         """Replace the checkpoint in one step of the file system: there is a whole one at every moment."""
         cuda = self.device.type == "cuda"
-        saved = {name: getattr(self, name) for name in ("step", "seconds", "curve", "evaluations", "diverged", "total")}
-        saved |= {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+        saved = {name: getattr(self, name) for name in (*PROGRESS, "total")}
+        saved |= {name: getattr(self, name).state_dict() for name in PARTS}
         saved |= {"rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state(self.device) if cuda else None}
         saved["fingerprint"] = self.run.fingerprint()
         self.file.parent.mkdir(parents=True, exist_ok=True)

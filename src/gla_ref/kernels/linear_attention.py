@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .. import _contract as contract
+from ..linear_attention import normalised_state
 from .launch.checks import check_call
 from .launch.operator import attend, differentiable, with_state
 from .launch.program import Planned
@@ -109,14 +110,7 @@ def linear_attention(
 
     if not normalize:
         return of_values(v, initial_state)
-    S, z = None, None
-    if initial_state is not None:
-        if not isinstance(initial_state, tuple) or len(initial_state) != 2:
-            got = type(initial_state).__name__
-            raise TypeError(f"initial_state: expected (S, z) with normalize=True, got {got}")
-        S, z = initial_state[0], initial_state[1][..., None]
-        if S.shape[:-1] != z.shape[:-1]:
-            raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape[:-1])}")
+    S, z = (None, None) if initial_state is None else normalised_state(initial_state)
     o, S = of_values(v, S)
     total, z = of_values(v.new_ones(1).expand(*v.shape[:3], 1), z)
     return o / total, (S, z[..., 0])

@@ -34,7 +34,7 @@ def _alone() -> dict[str, float]:
 
 
 def _first() -> float:
-    """Microseconds of one multiprocessor that `solve` of the two kernels needs for a chunk (benchmarks/clocks.py)."""
+    """Microseconds of one multiprocessor that `solve` of the two kernels needs for a chunk, by the record "waits"."""
     data = results.load("h200", kind="waits")
     for r in data["waits"] if data else []:
         if (r["kernel"], r["B"], r["HV"]) == ("ahead", 8, 16):

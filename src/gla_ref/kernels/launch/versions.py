@@ -16,19 +16,18 @@ class Known(NamedTuple):
 
     Attributes:
         version: its number.
-        place: "oldest", the first that runs Gluon kernels, "between", or "newest", which requirements.txt pins.
         measured: whether records of a GPU were made with it; otherwise kernels were only compiled.
     """
 
     version: str
-    place: str
     measured: bool
 
     def __str__(self) -> str:
-        return f"{self.version} ({self.place}, {'with records of a GPU' if self.measured else 'compiled only'})"
+        return f"{self.version} ({'with records of a GPU' if self.measured else 'compiled only'})"
 
 
-KNOWN = (Known("3.6.0", "oldest", True), Known("3.7.1", "between", False), Known("3.9.0", "newest", True))
+# from the first that runs Gluon kernels to the one that requirements.txt pins
+KNOWN = Known("3.6.0", True), Known("3.7.1", False), Known("3.9.0", True)
 PINNED = KNOWN[-1].version
 REQUIRED = "3.5"  # the oldest that pyproject.toml allows
 # the first version of PyTorch that depends on a Triton new enough
