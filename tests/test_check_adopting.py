@@ -339,6 +339,14 @@ def test_every_case_is_a_test_of_its_own(tests):
     assert "not covered: packed sequences" in out and "XPASS(strict)" in out and "issue 7" in out
 
 
+def test_a_mark_takes_several_patterns_or_none(tests):
+    for only in (["length 1", "packed"], None):
+        tests.makepyfile(test_adopted=TESTS.replace('"[lp]*[14d]"', repr(only)))
+        done = tests.runpytest_inprocess(*PLUGIN, "-q", "--collect-only", "-k", "half")
+        names = [line.split("[")[1][:-1] for line in done.outlines if "[" in line]
+        assert names == ["length_1", "packed"] if only else {"length_1", "packed", "wide"} < {*names}
+
+
 MISUSED = {  # a change of the tests above, and the message it gets
     "a mark alone": ("(gla_ref_case):\n    gla_ref_case()", "():\n    pass", "to call the fixture gla_ref_case"),
     "no such case": ('only="[lp]*[14d]"', 'only="lenght*"', "only: expected a pattern that fits a case, got 'lenght*'"),

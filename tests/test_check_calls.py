@@ -20,7 +20,8 @@ from gla_ref.check._examine import INSIDE, Examiner, reproduction
 from gla_ref.check._kernel import SECONDS, Convention, Kernel
 from gla_ref.check._run import AROUND, placed, same
 from gla_ref.check._where import common
-from gla_ref.check.museum import corrected, inverse
+from gla_ref.check.museum import chunked
+from gla_ref.triangular import elimination as inverse
 
 LINEAR, GATED = FORMS["linear_attention"]["chunkwise"], FORMS["gla"]["chunkwise"]
 ATTENTION = "softmax_attention"
@@ -201,7 +202,7 @@ def frozen(needed, *names):
 
 
 def inverted(invert):
-    return "kda", corrected(inverse=invert)
+    return "kda", chunked(inverse=invert)
 
 
 ROOM = {}  # from call to call
@@ -367,6 +368,9 @@ MISTAKES = {
     "no chain without a final state": Wrong(results(without_final), "loss of o alone", "dk", "stateless"),
     "nothing comes back from the state": Wrong(
         results(lambda x, o, S: (o, pulled(S, lambda d, passes: 0 * d))), "loss of the state alone", "dk"
+    ),
+    "no gradient through the states that chunks read": Wrong(
+        ("linear_attention", chunked(seen=lambda states, sequences: [S.detach() for S in states])), "length 65", "dk"
     ),
     "chunks without a gradient of o skipped": Wrong(("linear_attention", skipping), "loss of some tokens", "dv"),
     # numbers

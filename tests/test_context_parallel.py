@@ -317,7 +317,7 @@ AT_ONCE = [name for name, (_, message) in FAULTS.items() if message]
 
 REFUSED = {
     "q is no tensor": (dict(q=[1.0]), r"q: expected a torch.Tensor, got list"),
-    "g is missing": (dict(g=None), r"g: expected a torch.Tensor, got None"),
+    "g is missing": (dict(g=None), r"g: expected a torch.Tensor of shape \[B T H K\], got None"),
     "k is short": (dict(k=torch.zeros(2, 3, 2, 3, dtype=F64)), r"k: expected shape .* T = 40 as in q"),
     "q has too few axes": (dict(q=torch.zeros(2, dtype=F64)), r"q: expected 4 axes"),
     "lengths": (dict(lengths=[20, 20]), r"lengths: expected 1 token counts, one per rank, got \[20, 20\]"),

@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 
 import torch
 
-from . import _words, mistakes, oracle
+from . import mistakes, oracle
 from ._cases import Case, cases
 from ._claims import Claim, Ladder, claimed, dtype_of
 from ._examine import Examiner, examine
@@ -28,9 +28,6 @@ from ._ranks import OverRanks
 from ._report import Report, Row
 
 __all__ = ["MECHANISMS", "Case", "NotClaimed", "OverRanks", "Report", "Row", "cases", "kernel", "mistakes", "oracle"]
-
-
-_words.teach(Report)
 
 
 def hint_for_unmatched(mechanism: str, patterns: Sequence[str], ladder: Ladder) -> str:
@@ -152,7 +149,7 @@ def kernel(
     how = Convention(layout, state, gate, forward_only or not claim.gradient)
     place = device_of(device)
     races = races if races is not None else 600 if place.type == "cuda" else 8
-    it = Kernel(fn, mechanism, how, place, time_limit, claim.dtypes, races)
+    subject = Kernel(fn, mechanism, how, place, time_limit, claim.dtypes, races)
     ladder, chosen, tried = selected(mechanism, claim, dtype, level, only, skip, seed)
     settings = {
         "mechanism": mechanism,
@@ -162,7 +159,7 @@ def kernel(
         "only": None if only is None else str(only),
         "seed": seed,
         **asdict(how),
-        "defaults": it.never_given,
+        "defaults": subject.never_given,
         "supports": str(claim),
         "waive": dict(waive or {}),
         "fail_on_not_covered": fail_on_not_covered,
@@ -176,5 +173,5 @@ def kernel(
         skipped=[case.name for case in chosen if case not in tried],
     )
     telling = tuple(case for case in ladder.cases if case.telling and case not in chosen)
-    examine(Examiner(it, dtype, seed, claim, telling), report, progress or (lambda done, total, name: None))
+    examine(Examiner(subject, dtype, seed, claim, telling), report, progress or (lambda done, total, name: None))
     return report

@@ -118,6 +118,11 @@ class Case:
     telling: bool = False
     often: bool = False
 
+    @property
+    def volume(self) -> int:
+        """The product of its sizes, by which cases are called small or large."""
+        return self.B * self.T * self.H * self.K * self.V
+
     def __str__(self) -> str:
         """The call that makes it: sizes, and what is not by default so."""
         plain = {f.name: f.default for f in fields(self)}

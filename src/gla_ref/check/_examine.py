@@ -86,11 +86,11 @@ class Examiner:
         made = iter(self.problems([case for _, case in asked if case]))
         return [Posed(rows, next(made) if case else None) for rows, case in asked]
 
-    def run(self, it: Posed) -> Posed:
+    def run(self, posed: Posed) -> Posed:
         """Call the kernel; what it made of the case, and the rows of that."""
-        if it.problem is None:
-            return it
-        p, kind = it.problem, self.kernel.kind
+        if posed.problem is None:
+            return posed
+        p, kind = posed.problem, self.kernel.kind
         found, findings = observe(self.kernel, p)
         stateless = found and all(found[n] is None for n in kind.states.values())
         if stateless and p.case.loss == "both" and found["dq"] is not None:
@@ -100,7 +100,7 @@ class Examiner:
         asked = found
         if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
             asked = {n: x for n, x in found.items() if not n.startswith("d")}
-        rows = it.rows + [judge(p, n, x) for n, x in asked.items() if x is not None or self.claims(n)]
+        rows = posed.rows + [judge(p, n, x) for n, x in asked.items() if x is not None or self.claims(n)]
         for f in findings:
             status = "not covered" if f.kind == "not covered" else "failed"
             rows.append(Row(p.case.name, f.quantity, status, f.kind, message=str(f)))
@@ -133,9 +133,7 @@ class Examiner:
     def smallest_failure(self, report: Report) -> str:
         """The smallest case found that fails as the smallest of the report does, as lines to run."""
         failed = {row.case: row for row in reversed(report.failures)}  # the first row of each
-        least = min(
-            (case for name, case in report.cases.items() if name in failed), key=lambda c: c.B * c.T * c.H * c.K * c.V
-        )
+        least = min((report.cases[name] for name in report.cases if name in failed), key=lambda c: c.volume)
         first = failed[least.name]
 
         def fails(case: Case) -> bool:
@@ -321,10 +319,10 @@ def waive(row: Row, waivers: Mapping[str, str]) -> None:
             row.status, row.waived = "waived", reason
 
 
-def examine(it: Examiner, report: Report, progress: Progress) -> None:
+def examine(examiner: Examiner, report: Report, progress: Progress) -> None:
     """Fill in a report on its cases."""
     cases, seen = list(report.cases.values()), []
-    for done in it.run_all(cases, progress):
+    for done in examiner.run_all(cases, progress):
         report.rows += done.rows
         seen += [Seen(done.problem, done.found)] if done.found else []
     for row in report.rows:
@@ -333,17 +331,17 @@ def examine(it: Examiner, report: Report, progress: Progress) -> None:
     for row in report.rows:
         if row.kind == "missing" and row.quantity in given:
             row.status, row.message = "failed", "none is given, though it is not 0 and other cases give one"
-    report.alone = it.right_alone(report) if report.failures else []
-    report.common = shared(report, it.kernel.kind)
+    report.alone = examiner.right_alone(report) if report.failures else []
+    report.common = shared(report, examiner.kernel.kind)
     for row in report.failures if report.alone else ():
         if row.kind in WAYS:
             row.message = row.message.replace("right otherwise", FIRST)
     if report.settings["level"] == "full" and report.failures:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
-        report.reproduction = it.smallest_failure(report)
+        report.reproduction = examiner.smallest_failure(report)
     explained = any(row.where and row.case not in report.alone for row in report.rows)
     n = len(report.failing)
     found = f"{n} {'is' if n == 1 else 'are'} wrong; looking for the mistake" if explained else ""
     progress(len(cases), len(cases), found)
     if explained:
-        report.diagnosis = it.explain(report, seen)
+        report.diagnosis = examiner.explain(report, seen)

@@ -24,16 +24,25 @@ from .mistakes._calls import DECAY, GRADIENT, READ
 from .mistakes._calls import C as CHUNK
 from .oracle import Problem, evaluate, numbers
 
-CLOSE = 3.0  # budgets that a kernel may lie from the mistake it makes: its rounding is its own
-SHARE = 0.2  # or the part of its error that the mistake may leave unexplained, in the root mean square
-BETTER = 0.75  # the part of a largest error beyond its budget that may be left: else the mistake explains nothing
-AS_WRONG = 4.0  # times larger or smaller may a kernel's error be than that of the mistake in rounding that it makes
-TIGHT = 0.5  # distance at most, of a mistake that is made in some places only
+# -- thresholds: what each bounds, and why there is one ------------------------------------------
+CLOSE = 3.0  # budgets from a mistake in float64 to a kernel that makes it: the kernel rounds in its own order
+SHARE = 0.2  # of an error in the root mean square, left unexplained: an error of many budgets rounds by many, too
+BETTER = 0.75  # of a largest error, left: a mistake that takes less away is no nearer than what is right
+AS_WRONG = 4.0  # times between errors of a kernel and of a mistake in rounding: equal rounding, other luck
+LEAST = 1e-2  # of such a ratio: an error of 0 counts as a small one, since its logarithm does not
+TIGHT = 0.5  # distance of a mistake that is made in some places only: such a place can save a wrong name
+EQUAL = 0.05  # more elements spared than by the best such mistake: with more, it fits by its place alone
 PLAIN = 4.0  # budgets that something must be wrong by to get a name of its place: less may be rounding
-FIRST, REST = 4, 12  # failing calls in which every mistake is compared, and in which those that are left are
-PASSING = 8  # calls that pass, besides the telling ones, in which a mistake must not show
+FIRST, REST = 4, 12  # failing calls for every mistake, of which few fit so many, and for those that are left
+PASSING = 8  # passing calls besides the telling ones in which a mistake must not show: each costs a run of it
+NAMES = 3  # names that a report lists: a reader looks at no more
 CHUNKS = (16, 32, 64, 128)  # what a kernel's chunks may be
-LARGEST = 2**21  # numbers of the states of a call that is compared
+LARGEST = 2**21  # numbers of the states of a call that is compared: larger ones take seconds
+SOME = 2  # quantities explained by their terms: a kernel with more wrong ones is wrong in another way
+FEW = 8  # programs whose heads are looked for: enough to tell one index from another
+CASES = 3  # failing calls that are asked for heads, those with the most heads first
+AHEAD, SIZE = 24, 2**23  # tokens after a program's first wrong one, and numbers, made to find its head
+
 FOLLOWS = "dg is wrong besides, as one that is made of dq and dk"
 
 
@@ -172,7 +181,7 @@ def as_wrong(m: Mistake, compared: list[tuple[Seen, str, Tensor]]) -> float:
     for s, name, made in compared:
         found, error = in_budgets(s.problem, name, s.given[name]), in_budgets(s.problem, name, made)
         if error > 1 + CLOSE and math.isfinite(error):
-            times.append(abs(math.log(max(found / error, 1e-2))))
+            times.append(abs(math.log(max(found / error, LEAST))))
     return sum(times) / len(times) / math.log(AS_WRONG) if times else 0.0
 
 
@@ -296,6 +305,9 @@ def same(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
     return True
 
 
+Ask = Callable[[Case], Seen | None]  # one more call of the kernel; None where it gives nothing
+
+
 def alike(case: Case, kind: Kind) -> Iterator[Case]:
     """Cases like one that fails, each other in one thing, so that a name which fits by chance fits it no longer.
 
@@ -315,7 +327,7 @@ def alike(case: Case, kind: Kind) -> Iterator[Case]:
         yield replace(case, past=case.past + CHUNK // 2 + 5)
 
 
-def again(s: Seen, call: Callable[[Case], Seen | None]) -> list[Seen]:
+def again(s: Seen, call: Ask) -> list[Seen]:
     """New calls :func:`alike` that are wrong, too."""
     return [new for new in map(call, alike(s.problem.case, s.problem.kind)) if new and new.wrong]
 
@@ -332,42 +344,57 @@ def by_name(
     dtype: torch.dtype,
     failed: Sequence[Seen],
     passed: Sequence[Seen],
-    call: Callable[[Case], Seen | None],
+    call: Ask,
     telling: Iterable[Case],
 ) -> list[Match]:
     """The mistakes that explain what fails, and that cannot be told apart; at most three.
 
     One that a passing call contradicts, or that would make more wrong in a failing one, is made in some places only.
-    A place can save a name that fits by chance: so such a mistake must agree in two calls at least, and in new ones
-    :func:`alike`. A wrong decay must not show in a case that passes and has other gates only: such a kernel has no
-    place, it decays otherwise. The `telling` cases are called one by one as long as several mistakes are left.
     """
     small = [s for s in failed if s.small]
     calls = order(small)[:REST] or failed[:1]
-    found = []
+    passed = sorted((s for s in passed if s.small), key=lambda s: (not s.problem.case.telling, s.size))
+    passed = passed[: PASSING + sum(s.problem.case.telling for s in passed)]
+    matches = []
     for m in known(mechanism, dtype):
         if m.long is bool(small):
             continue
         for C in CHUNKS if m.chunked else (CHUNK,):
-            it = compared(mechanism, m, C, calls[:FIRST])
-            it = it and (compared(mechanism, m, C, calls) if len(calls) > FIRST else it)
-            found += [it] if it else []
-    passed = sorted((s for s in passed if s.small), key=lambda s: (not s.problem.case.telling, s.size))
-    passed = passed[: PASSING + sum(s.problem.case.telling for s in passed)]
-    found = [replace(it, somewhere=it.somewhere or any(shows(mechanism, it, s) for s in passed)) for it in found]
-    found.sort(key=lambda it: (it.parts, it.besides, it.distance))
-    found = [it for it in found if it.parts == found[0].parts]
-    if found and found[0].somewhere:
-        like = {but_for_gates(s.problem.case) for s in failed}
-        gates_only = [s for s in passed if but_for_gates(s.problem.case) in like]
-        found = [it for it in found if not (it.mistake.rounding or it.mistake.overflow)]
-        found = [it for it in found if it.distance <= TIGHT and it.besides <= found[0].besides + 0.05]
-        found = [it for it in found if it.mistake.line != DECAY or not any(shows(mechanism, it, s) for s in gates_only)]
-        new = again(calls[0], call) if found else []
-        found = [it for it in found if all(compared(mechanism, it.mistake, it.C, [s]) for s in new)]
-        found = found if len(calls) + len(new) > 1 else []
-    names = [*dict.fromkeys(it.name for it in found if it is found[0] or same(mechanism, found[0], it, calls[:FIRST]))]
-    left = [it for it in found if it.name in names]  # with every length of chunks that fits so far
+            if compared(mechanism, m, C, calls[:FIRST]) and (it := compared(mechanism, m, C, calls)):
+                somewhere = it.somewhere or any(shows(mechanism, it, s) for s in passed)
+                matches.append(replace(it, somewhere=somewhere))
+    matches.sort(key=lambda it: (it.parts, it.besides, it.distance))
+    matches = [it for it in matches if it.parts == matches[0].parts]
+    if matches and matches[0].somewhere:
+        matches = in_places(mechanism, matches, failed, passed, calls, call)
+    return told_apart(mechanism, matches, calls[:FIRST], call, telling)
+
+
+def in_places(
+    mechanism: str, matches: Sequence[Match], failed: list[Seen], passed: list[Seen], calls: list[Seen], call: Ask
+) -> list[Match]:
+    """The mistakes, made in some places only, that other calls do not contradict.
+
+    A place can save a name that fits by chance: so such a mistake must agree in two calls at least, and in new ones
+    :func:`alike`. A wrong decay must not show in a case that passes and has other gates only: such a kernel has no
+    place, it decays otherwise.
+    """
+    like = {but_for_gates(s.problem.case) for s in failed}
+    gates_only = [s for s in passed if but_for_gates(s.problem.case) in like]
+    left = [it for it in matches if not (it.mistake.rounding or it.mistake.overflow)]
+    left = [it for it in left if it.distance <= TIGHT and it.besides <= left[0].besides + EQUAL]
+    left = [it for it in left if it.mistake.line != DECAY or not any(shows(mechanism, it, s) for s in gates_only)]
+    new = again(calls[0], call) if left else []
+    left = [it for it in left if all(compared(mechanism, it.mistake, it.C, [s]) for s in new)]
+    return left if len(calls) + len(new) > 1 else []
+
+
+def told_apart(
+    mechanism: str, matches: Sequence[Match], calls: Sequence[Seen], call: Ask, telling: Iterable[Case]
+) -> list[Match]:
+    """The first match and those that are the same in these calls; the telling cases are called until one is left."""
+    names = {it.name for it in matches if it is matches[0] or same(mechanism, matches[0], it, calls)}
+    left = [it for it in matches if it.name in names]  # with every length of chunks that fits so far
     answers = iter(telling)
     while len({it.name for it in left}) > 1 and (case := next(answers, None)):
         s = call(case)
@@ -380,13 +407,12 @@ def by_name(
     best: dict[str, Match] = {}
     for it in left:
         best.setdefault(it.name, it)
-    return [*best.values()][:3]
+    return [*best.values()][:NAMES]
 
 
 # -- terms ---------------------------------------------------------------------------------------
 PAIRS, STATE = "what its own chunk's tokens add", "what the state adds"
 TWO = ("o", "dq", "dk", "dv")  # what is a sum of two terms
-SOME = 2  # quantities that are explained by their terms
 LOW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FACTORS = {  # of a term, of what a kernel is called with: the scale, and the channels that share a gate
     "right": lambda s, K: 1.0,
@@ -459,9 +485,7 @@ def rounded(name: str, calls: Sequence[Seen]) -> str:
     return ""
 
 
-def by_terms(
-    mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], call: Callable[[Case], Seen | None]
-) -> list[Match]:
+def by_terms(mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], call: Ask) -> list[Match]:
     """The terms of a few wrong quantities; of outputs alone if these are wrong, since gradients are made of them.
 
     Nothing if one of them is no such sum. One that passing calls contradict is made in some places or calls only, and
@@ -495,9 +519,6 @@ def by_terms(
 # A kernel finds its head by an index. A wrong index makes its output that of another head's tensor, whichever index it
 # is: so every head of every batch entry is tried in the place of the right one.
 LINE = "which head, which batch entry"
-FEW, SIZE = 8, 2**23  # programs that are looked at, and elements of their outputs that are made for that
-AHEAD = 24  # tokens after a program's first wrong one that are compared
-CASES = 3  # failing cases that are tried, those with the most heads first
 Place = tuple[int, int]  # batch entry or sequence, and head
 N = range(2, 129)
 RULES: tuple[tuple[str, Callable[[Place, int, int], Place], Sequence[int]], ...] = (  # functions of (b, h), H, n

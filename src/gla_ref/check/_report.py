@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, field
 
+from . import _words
 from ._cases import Case
 
 RIGHT, WAIVED = "right", "right, but for waivers"
@@ -74,6 +75,13 @@ class Report:
     reproduction: str = ""
     rerun: str = '--only "{}"'
 
+    __str__, _repr_html_ = _words.text, _words.html
+    head = property(_words.head)
+    extent = property(_words.extent)
+    tried = property(_words.tried)
+    undiagnosed = property(_words.undiagnosed)
+    unclaimed = property(_words.unclaimed)
+
     @property
     def verdict(self) -> str:
         """One of WRONG, NOTHING COVERED, NOT ALL COVERED (if all was to be covered), and two ways of being right."""
@@ -139,7 +147,7 @@ class Report:
         if not self.failing:
             return ""
         wrong = {row.case for row in self.first_wrong} or {*self.failing}
-        least = min((self.cases[n] for n in self.cases if n in wrong), key=lambda c: c.B * c.T * c.H * c.K * c.V)
+        least = min((self.cases[n] for n in self.cases if n in wrong), key=lambda c: c.volume)
         return self.rerun.format(least.name)
 
     @property

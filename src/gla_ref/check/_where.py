@@ -23,7 +23,7 @@ from ..rounding import unit
 from ._cases import GATES, MILD, SUB, C, Case, but_for_gates, held, inputs
 from ._claims import up
 from ._kernel import Finding
-from ._mechanisms import Kind
+from ._mechanisms import SHORT, Kind
 from ._run import Found, Trial, attempt
 from .oracle import Problem, evaluate, numbers, parts
 
@@ -274,7 +274,7 @@ def smaller(kind: Kind, case: Case, fails: Callable[[Case], bool]) -> Iterator[C
 
 # -- bounds --------------------------------------------------------------------------------------
 TRIALS, MORE = 80, 40  # calls that look for the smallest case of a failure, and for its bounds
-WORK, TOKEN = 2**26, 2**12  # numbers of the states of all these calls; as many as a token takes besides
+WORK, TOKEN = 2**26, 2**12  # numbers of the states in each of the two searches; as many as a token takes besides
 PLAINLY = 10.0  # budgets of the failing case that a call must be off by to count as wrong
 LARGER = {
     "T": (2, 3, 17, 64, 65, 129, 300),
@@ -285,7 +285,7 @@ LARGER = {
     "B": (2, 5),
 }
 LIGHT = (7, 17, 33, 65, 145)  # tokens of calls in which mistakes are told apart quickly
-FAR = 30.0  # times the error of every size that is right must that of one that is wrong be
+FAR = 30.0  # times the largest error of right sizes that the least error of wrong ones must be: else it only grows
 
 
 @dataclass(frozen=True)
@@ -381,7 +381,8 @@ class Bounds:
         rows, asked = self.examiner.asked(case)
         if case.T < 1 or rows or asked is None or claim.fit(case, self.kind) != case:
             return self.known.setdefault(key, {})
-        self.left, self.work = self.left - 1, self.work - numbers(case) - TOKEN * case.T
+        tokens = case.T if case.T <= SHORT else 0.4 * case.T  # chunks take less time than the recurrence
+        self.left, self.work = self.left - 1, self.work - numbers(case) - TOKEN * tokens
         if self.left < 0 or self.work < 0:
             self.cut = True
             raise Spent
@@ -460,7 +461,7 @@ class Bounds:
             return None
         known = [(case, errors) for (case, apart, _), errors in self.known.items() if apart is None]
         failed = [case for case, errors in known if max(errors.values(), default=0.0) > 1]
-        failed = sorted(failed, key=lambda case: case.B * case.T * case.H * case.K * case.V)
+        failed = sorted(failed, key=lambda case: case.volume)
         like = [case for case in failed if getattr(case, name) == getattr(c, name)]
         others = [next((case for case in like if it.of(case) != it.of(c)), c) for it in SIZES.values()]
         usual = replace(c, **{name: plain})
@@ -502,7 +503,7 @@ class Bounds:
                 c = smallest
         if c is None:
             return None, []
-        self.left, self.work = self.left + MORE, self.work + WORK // 2
+        self.left, self.work = self.left + MORE, self.work + WORK
         with suppress(Spent):
             for name in ("N", "T", "past", "B", "H", "groups", "K", "V"):
                 found += filter(None, [self.bound(c, name)])

@@ -12,10 +12,13 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ._cases import C, Case
-from ._report import Report, Row
 from ._where import SHADES
+
+if TYPE_CHECKING:  # a report shows itself by these functions
+    from ._report import Report, Row
 
 CUT = "The search for bounds was cut off: its calls were spent."
 SCALE = f"a space is within budget, each of {SHADES[1:]} half a power of ten further"
@@ -69,7 +72,7 @@ def reach(cases: Sequence[Case]) -> str:
 
     most = {n: max(getattr(c, n) for c in cases) for n in "BTHKV"}
     packs = [len(c.ends) - 1 for c in cases if c.ends]
-    largest = max(cases, key=lambda c: c.B * c.T * c.H * c.K * c.V)
+    largest = max(cases, key=lambda c: c.volume)
     met = {n: getattr(largest, n) for n in "BTHKV"}
     found = f"up to {said(most)}" + (f", {max(packs)} packed sequences" if packs else "")
     return found if met == most else f"{found}; at most {said(met)} in one case"
@@ -413,10 +416,3 @@ def annotations(report: Report, where: tuple[str, int] | None) -> list[str]:
         heading = f"{mechanism}: {quantity} waived"
         found.append(line("warning", where, heading, f"{reason} ({len(rows)} of {len(report.covered)} cases)"))
     return found
-
-
-def teach(cls: type[Report]) -> None:
-    """Let reports, which are data, show themselves, and have these sentences as properties."""
-    cls.__str__, cls._repr_html_ = text, html
-    for sentence in (claim, exceptions, extent, company, tried, title, head, undiagnosed, unclaimed):
-        setattr(cls, sentence.__name__, property(sentence))

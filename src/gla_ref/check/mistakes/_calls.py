@@ -13,6 +13,7 @@ from ..._contract import compute_dtype, per_sequence, state_shape
 from ...chunks import heads_first
 from ...gates import decay_from_start, decay_to_end, segment_sum
 from ...mechanisms import MECHANISMS
+from ...triangular import elimination
 from .. import _mechanisms
 from .._emulate import by_channel
 
@@ -172,14 +173,6 @@ class Call:
         return o, S
 
 
-def eliminated(A: Tensor) -> Tensor:
-    """(I + A)^-1 of strictly lower triangles, column after column."""
-    Y = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand(A.shape)
-    for j in range(A.shape[-1] - 1):
-        Y = Y - A[..., :, j, None] * Y[..., j, None, :]
-    return Y
-
-
 def decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log decays of a chunk's gates: from its start to i, from j to its end, from j to i, from start to end."""
     return decay_from_start(g), decay_to_end(g), segment_sum(g), g.sum(-2, keepdim=True)
@@ -208,12 +201,12 @@ class Chunk:
         """The values that keys find in the state before the chunk, times beta."""
         return self.beta * ((self.k * self.since.exp()) @ self.S)
 
-    def read(self) -> Tensor:
-        return (self.q * self.since.exp()) @ self.S
+    def read(self, S: Tensor) -> Tensor:
+        return (self.q * self.since.exp()) @ S
 
-    def after(self, write: Tensor) -> Tensor:
-        """The state behind the chunk."""
-        return self.whole.exp().mT * self.S + (self.k * self.until.exp()).mT @ write
+    def keys(self) -> Tensor:
+        """Keys decayed to the end of the chunk."""
+        return self.k * self.until.exp()
 
 
 def in_steps(
@@ -223,25 +216,32 @@ def in_steps(
     decays: Callable[[Tensor], tuple] = decays,
     pairs: Callable[[Chunk], Tensor] = Chunk.pairs,
     triangle: Callable[[Chunk], Tensor] = Chunk.triangle,
-    invert: Callable[[Tensor], Tensor] = eliminated,
+    inverse: Callable[[Tensor], Tensor] = elimination,
     found: Callable[[Chunk], Tensor] = Chunk.found,
-    read: Callable[[Chunk], Tensor] = Chunk.read,
-    after: Callable[[Chunk, Tensor], Tensor] = Chunk.after,
+    read: Callable[[Chunk, Tensor], Tensor] = Chunk.read,
+    keys: Callable[[Chunk], Tensor] = Chunk.keys,
+    seen: Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]] = lambda states, totals, added: states,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A call in chunks of C, by steps that a mistake replaces: o, the final state, each token's write `[B, T, HV, V]`.
 
-    What a token writes is its value; with a beta the correction that the triangle gives.
+    What a token writes is its value; with a beta the correction that the triangle gives. The chunks read the states
+    that are `seen`, made of those before each chunk and after the last, each chunk's log decay and what it adds.
     """
     c = c.wide
-    S, outs, writes = c.S, [c.v[:, :0]], [c.v[:, :0]]
+    chunks, writes, states, added = [], [], [c.S], []
     for a in range(0, c.q.shape[1], C):
-        n = Chunk(c.cut(a, a + C, S=S), C, decays)
-        write = n.v if n.beta is None else invert(triangle(n)) @ (n.beta * n.v - found(n))
-        o = read(n) + (pairs(n) @ write)[..., : n.v.shape[-2], :]  # without rows that fill up a chunk
-        outs.append(c.s * o.transpose(1, 2))
-        writes.append(write.transpose(1, 2))
-        S = after(n, write)
-    return torch.cat(outs, 1), S, torch.cat(writes, 1)
+        n = Chunk(c.cut(a, a + C, S=states[-1]), C, decays)
+        chunks.append(n)
+        writes.append(n.v if n.beta is None else inverse(triangle(n)) @ (n.beta * n.v - found(n)))
+        added.append(keys(n).mT @ writes[-1])
+        states.append(n.whole.exp().mT * n.S + added[-1])
+    states = seen(states, [n.whole[..., 0, :] for n in chunks], added)
+    outs = [  # without rows that fill up a chunk
+        c.s * (read(n, S) + (pairs(n) @ write)[..., : n.v.shape[-2], :])
+        for n, S, write in zip(chunks, states, writes, strict=False)
+    ]
+    o, write = (torch.cat([c.v[:, :0], *(x.transpose(1, 2) for x in parts)], 1) for parts in (outs, writes))
+    return o, states[-1], write
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ step(
     triangle=lambda n: -(n.beta * n.weights(n.k)).tril(-1),
 )
 for last in (3, 7, 15, 31):
-    step(f"triangle inverted by its powers up to A^{last} only", SOLVE, invert=partial(by_powers, last=last))
+    step(f"triangle inverted by its powers up to A^{last} only", SOLVE, inverse=partial(by_powers, last=last))
 
 
 @mistake("keys find the state before the gate", FIND, GATED)
@@ -85,7 +85,7 @@ def doubled(A: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 for name, dtype in LOW.items():
-    for invert in (partial(doubled, dtype=dtype), lambda A, dtype=dtype: doubling(A.to(dtype)).to(A.dtype)):
+    for inverse in (partial(doubled, dtype=dtype), lambda A, dtype=dtype: doubling(A.to(dtype)).to(A.dtype)):
         mistake(f"triangle inverted by doubling with operands in {name}", SOLVE, DELTA, rounding=True, chunked=True)(
-            lambda c, invert=invert: in_steps(c, c.C, invert=invert)[:2]
+            lambda c, inverse=inverse: in_steps(c, c.C, inverse=inverse)[:2]
         )

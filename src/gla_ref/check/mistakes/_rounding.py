@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...gates import decay_to_end
-from ...rounding import Products
+from ...rounding import Products, tf32
 from .._emulate import Product, corrected, two_level
 from ._calls import CARRY, DECAY, DELTA_GATED, GATED, GATES, READ, Call, Chunk, at_most_0, backward, in_steps, mistake
 from ._states import end_of_sums
@@ -23,19 +23,15 @@ def anchored(c: Call, C: int, anchor: Callable[[Tensor], Tensor]) -> tuple[Tenso
     def up(n: Chunk) -> Tensor:
         return (n.since - anchor(n.since)).exp()
 
-    def keys(n: Chunk) -> Tensor:
+    def down(n: Chunk) -> Tensor:
         return n.k * (anchor(n.since) - n.since).exp()
-
-    def after(n: Chunk, write: Tensor) -> Tensor:
-        end = n.since[..., -1:, :]
-        return end.exp().mT * n.S + (keys(n) * (end - anchor(n.since)).exp()).mT @ write
 
     return in_steps(
         c,
         C,
-        pairs=lambda n: ((n.q * up(n)) @ keys(n).mT).tril(),
-        triangle=lambda n: (n.beta * ((n.k * up(n)) @ keys(n).mT)).tril(-1),
-        after=after,
+        pairs=lambda n: ((n.q * up(n)) @ down(n).mT).tril(),
+        triangle=lambda n: (n.beta * ((n.k * up(n)) @ down(n).mT)).tril(-1),
+        keys=lambda n: down(n) * (n.since[..., -1:, :] - anchor(n.since)).exp(),
     )[:2]
 
 
@@ -132,12 +128,6 @@ for least in (-1e3, -1e4, -torch.inf):
 
 
 # -- operands and states -----------------------------------------------------------------------
-def tf32(x: Tensor) -> Tensor:
-    """The nearest number with 10 bits of fraction."""
-    bits = x.contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
 class Low(torch.autograd.Function):
     """A product of rounded operands, as its gradients are; sums in float32."""
 

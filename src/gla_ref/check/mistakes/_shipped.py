@@ -6,6 +6,7 @@ A bug that lies in a step of a chunk is its own name: a diagnosis compares with 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -13,11 +14,83 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...chunks import heads_first
 from ...gates import segment_sum
-from ._calls import CARRY, DECAY, GATED, GRADIENT, LINEAR, PACK, READ, SOFTMAX, mistake
-from ._right import C, chunked, corrected, pairs, right
+from ...triangular import elimination
+from ._calls import (
+    CARRY,
+    DECAY,
+    DELTA_GATED,
+    GATED,
+    GRADIENT,
+    KINDS,
+    LINEAR,
+    PACK,
+    READ,
+    SOFTMAX,
+    C,
+    Call,
+    Chunk,
+    Mistake,
+    apply,
+    in_steps,
+    mistake,
+)
 
 MASK = "x_ij = -inf for j > i"
+
+
+def chunked(
+    *,
+    pairs: Callable | None = None,
+    read: Callable = torch.matmul,
+    keys: Callable = lambda k, rest: k * rest.exp(),
+    carry: Callable | None = None,
+    seen: Callable = lambda states, sequences: states,
+    begin: Callable = lambda S, g, a: S,
+    inverse: Callable = elimination,
+    grouped: Callable | None = None,
+    C: int = C,
+) -> Callable:
+    """A kernel in chunks of C of a mechanism without or with gates, or of a delta rule with gates; right by itself.
+
+    Args:
+        pairs: weights between the tokens of a chunk, `[B, H, C, C]`, of q, k and g; rows beyond its tokens are dropped.
+        read: what decayed queries `[B, H, C, K]` read from the state before their chunk.
+        keys: keys, decayed to the end of their chunk by the log decays `rest` `[B, H, C, K]`.
+        carry: the states before each chunk and after the last, of the first one and each chunk's log decay and writes.
+        seen: the states that chunks read, of these states and the number of sequences.
+        begin: the state with which a sequence begins, at token a of the pack whose gates are g `[B, H, T, K]`.
+        inverse: (I + A)^-1 of strictly lower triangles.
+        grouped: queries or keys for HV value heads, of those `[B, H, T, K]`.
+    """
+
+    def variant(c: Call, ends: list[int] | None):
+        steps = {
+            "pairs": (lambda n: pairs(n.q, n.k, n.g)) if pairs else Chunk.pairs,
+            "read": lambda n, S: read(n.q * n.since.exp(), S),
+            "keys": lambda n: keys(n.k, n.until),
+            "inverse": inverse,
+            "seen": lambda states, *parts: seen(carry(states[0], *parts) if carry else states, len(c.S)),
+        }
+        if grouped:
+            q, k = (grouped(heads_first(x), c.v.shape[2]).transpose(1, 2) for x in (c.q, c.k))
+            c = replace(c, q=q, k=k)
+        spans = zip(pairwise(ends or ()), c.S.split(1), strict=False)
+        first = [begin(S, heads_first(c.g), a) if a < e else S for (a, e), S in spans]
+        c = replace(c, S=torch.cat(first)) if first else c
+        return c.each(ends, lambda one: in_steps(one, C, **steps)[:2])
+
+    def kernel(*tokens, scale=None, initial_state=None, cu_seqlens=None):
+        ranks = {m: [len(KINDS[m].axes(n)) for n in KINDS[m].arguments] for m in (*LINEAR, *DELTA_GATED)}
+        mechanism = next(m for m, of in ranks.items() if of == [x.ndim for x in tokens])
+        call = {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        return apply(mechanism, Mistake("", "", variant, (), whole=True))(*tokens, **call)
+
+    return kernel
+
+
+right = chunked()
 
 
 def named(name: str, line: str, mechanisms: tuple[str, ...], kernel: Callable[[int], Callable], **more: bool) -> None:
@@ -36,7 +109,7 @@ def decay_along_channels(k: Tensor, rest: Tensor) -> Tensor:
     return k * rest[..., 0].exp()[..., None, along]  # instead of rest[..., 0].exp()[..., None]
 
 
-named("writes' decay laid along channels", CARRY, ("simple_gla",), lambda C: chunked(C=C, write=decay_along_channels))
+named("writes' decay laid along channels", CARRY, ("simple_gla",), lambda C: chunked(C=C, keys=decay_along_channels))
 
 
 # -- room 2 ------------------------------------------------------------------------------------
@@ -163,7 +236,7 @@ def convolution(x: Tensor, ends: list[int]) -> Tensor:
 def only_the_convolution_is_told(q, k, v, g, beta, *, scale=None, cu_seqlens=None):
     ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     q, k, v = (convolution(x, ends) for x in (q, k, v))
-    o, _ = corrected()(q, k, v, g, beta, scale=scale)  # without cu_seqlens: one state runs through all sequences
+    o, _ = right(q, k, v, g, beta, scale=scale)  # without cu_seqlens: one state runs through all sequences
     return o, None  # training needs no final state
 
 
@@ -173,7 +246,7 @@ def logarithm_for_the_power(k: Tensor, rest: Tensor) -> Tensor:
     return value.detach() + wrong - wrong.detach()  # the value of one, the gradient of the other
 
 
-packed = chunked(write=logarithm_for_the_power)
+packed = chunked(keys=logarithm_for_the_power)
 
 
 def wrong_where_packed(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
@@ -204,7 +277,8 @@ def times_the_right_sum(q, k, v, *, scale=None):
 
 # -- room 13 -----------------------------------------------------------------------------------
 def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor, sub: int = C // 4) -> Tensor:
-    D, P, n = segment_sum(g), pairs(q, k, g), g.shape[-2]
+    D, n = segment_sum(g), g.shape[-2]
+    P = torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
     blocks = [P[..., :sub, :]]
     for a in range(sub, n, sub):  # sub-chunks after the first, with all tokens before them
         late = min(a + 1, n - 1)  # instead of a: the first token's exponent is above 0

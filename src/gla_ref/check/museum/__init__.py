@@ -20,11 +20,11 @@ from .. import Report, kernel
 from .._cases import Case, cases, inputs
 from .._kernel import SECONDS, Convention, Kernel
 from .._mechanisms import MECHANISMS
-from ..mistakes._right import chunked, corrected, inverse
+from ..mistakes._shipped import chunked
 from ..oracle import evaluate
 from ._rooms import ROOMS, Ordinary, Room
 
-__all__ = ["ROOMS", "Ordinary", "Room", "Visit", "chunked", "corrected", "inverse", "ordinary_test", "room", "visit"]
+__all__ = ["ROOMS", "Ordinary", "Room", "Visit", "chunked", "ordinary_test", "room", "visit"]
 
 
 def room(number: int) -> Room:

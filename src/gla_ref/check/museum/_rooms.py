@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ... import linear_attention
 from .._cases import Case
 from ..mistakes import _shipped as bugs
-from ..mistakes._right import C, chunked, corrected, right
+from ..mistakes._shipped import C, chunked, right
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ ROOMS = (
         1,
         "The model that found the bug in its own attention",
         "simple_gla",
-        chunked(write=bugs.decay_along_channels),
+        chunked(keys=bugs.decay_along_channels),
         bugs.decay_along_channels,
         "writes' decay laid along channels",
         ("length 1", "length 7", "length 145"),
@@ -249,7 +249,7 @@ ROOMS = (
         14,
         "Identical is fine, similar is fatal",
         "kda",
-        corrected(inverse=bugs.doubled_in_float16, C=16),
+        chunked(inverse=bugs.doubled_in_float16, C=16),
         bugs.doubled_in_float16,
         "triangle inverted by doubling with operands in float16",
         ("length 7", "keys alike 0.99", "keys alike, strengths up to 2"),
@@ -280,7 +280,7 @@ ROOMS = (
         16,
         "WXYZ WXYZ is not WWXX",
         "gated_delta_rule",
-        corrected(grouped=bugs.tiled),
+        chunked(grouped=bugs.tiled),
         bugs.tiled,
         "value heads grouped wrongly: h reads key head h mod H",
         ("value heads of one key head", "value heads"),
@@ -293,7 +293,7 @@ ROOMS = (
         17,
         "The formula in the paper",
         "gated_delta_rule",
-        corrected(weights=bugs.causal_mask_alone),
+        chunked(pairs=bugs.causal_mask_alone),
         bugs.causal_mask_alone,
         "Gamma left out of the scores: pairs not decayed",
         ("gate zero", "gate -1"),
