@@ -124,7 +124,7 @@ def kda(
     path: str | None = None,
     kernel: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Kimi Delta Attention, differentiable; right for every gate in [-inf, 0].
+    """Kimi Delta Attention, differentiable; no gate in [-inf, 0] is clamped or dropped.
 
     Arguments, results and errors are those of :func:`gla_ref.kernels.delta.gated_delta_rule`, except:
 
