@@ -1,4 +1,4 @@
-"""The tables of appendix "Who passes": other libraries' functions under the check kit's cases.
+"""The tables of appendix "Who passes so far": other libraries' functions under the check kit's cases.
 
 Every function of ``gla_ref.compat.libraries.FUNCTIONS`` has a row for each of its records, and one that says so if
 it has none.
