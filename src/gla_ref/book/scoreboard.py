@@ -49,7 +49,7 @@ ROWS = (
     Row("11_chunkwise_gla", "GLA in two levels", "gla", "chunkwise_two_level", "many small products"),
     Row("12_one_product_a_chunk", "one product a chunk", "gla", "chunkwise", "strong chunks need levels", count=2),
     Row("13_gla_kernel", "its kernel", "gla", "chunkwise", "strong chunks need levels", "triton", 2),
-    Row("14_four_kernels", "the first four kernels", "gla", "chunkwise", "a reset goes wrong", "gla_chunk_fuse", 18),
+    Row("14_four_kernels", "the original four kernels", "gla", "chunkwise", "a reset goes wrong", "gla_chunk_fuse", 18),
     Row("20_delta_rule", "delta rule", "delta_rule", "chunkwise", "overwrites, does not fade", "triton"),
     Row("23_delta_rule_fused", "gated delta rule", "gated_delta_rule", "chunkwise", "one gate a head", "triton"),
     Row("24_kimi_delta_attention", "KDA", "kda", "chunkwise", "gates below −5 need levels", "triton", 5.5),
@@ -112,7 +112,7 @@ def _cells(row: Row, data: dict | None, bold: str) -> list[str]:
         ms, times = f"{record['ms']:.2f}", f"{record['ms'] / floor:.1f}"
         if timed := row.contender == "triton" and TIMED.get((row.mechanism, record["ran"])):
             name += f" (timed: {timed})"
-    # the first four kernels write more than the form: scores, and a part of o for each block of channels
+    # the original four kernels write more than the form: scores, and a part of o for each block of channels
     moved = "" if row.contender == "gla_chunk_fuse" else f"{counted.bytes / 1e9:.1f}"
     few = f"{count:.2g}" if count else "0"
     return [name, few if count < 10 else f"{count:,.0f}", row.breaks, moved, ms, times]

@@ -51,7 +51,7 @@ CARDS = tuple(Card(*texts) for texts in (
      "Anchor a chunk's scales, and know when the data forbid it."),
     ("Gates", "13_gla_kernel", "The GLA kernel", "Can a fast kernel be read in one sitting?",
      "Read every line of a fast kernel, say what bounds its time, and write it yourself."),
-    ("Gates", "14_four_kernels", "The first four kernels",
+    ("Gates", "14_four_kernels", "The original four kernels",
      "How did its author run it, and why did no test see the bugs?",
      "Follow every byte of a kernel from launch to launch, and see what a test will never see."),
     ("Gates", "15_gradients", "Gradients of the gates", "How much passed through this gate?",
