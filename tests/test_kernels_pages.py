@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import F64, LADDER, in_process, inputs, thin
-from harness import CUDA, HERE, anywhere, budgets, compare
+from harness import CUDA, HERE, anywhere, budgets
 
 from gla_ref.rounding import error
 
@@ -74,6 +74,13 @@ def judged(x):
     wide = {"q": q, "k": k, "v": v, "g": g, "g_v": None, "S": S, "do": do, "dS": S}
     given = dict.fromkeys(wide, x[0].dtype) | {"S": F32, "dS": F32}
     return budgets("gla", wide, given, options={"halves": True} if q.shape[1] <= LIMITS[F32][1] else None)[1]
+
+
+def compare(found, right, where=...):
+    for name, x in found.items():
+        exact, budget = right[name]
+        e = error(x[where], exact[where])
+        assert e <= budget, f"{name}: {e:.2g} > {budget:.2g}"
 
 
 def named(results):
