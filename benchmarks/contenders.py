@@ -356,7 +356,7 @@ def flashinfer_gdn(case, q, k, v, g, beta, **_):
     return chunk_gated_delta_rule(*flat, alpha, beta, cu_seqlens=ends).unflatten(0, (case.B, case.T))
 
 
-body, gates = function("gla_ref.pages.kda", "kda"), ("weak", "middle", "strong", "copies")
+body, gates = function("gla_ref.pages.kda", "kda"), ("weak", "middle", "strong", "trained", "copies")
 page("kda", gates=gates, directions=("forward",))(body)
 
 
