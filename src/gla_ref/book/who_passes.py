@@ -140,7 +140,8 @@ def matrix(rows: list[Row]) -> str:
         compiling = f" ({record['compiling_s']:.0f})" if record.get("compiling_s") else ""
         spent = (f"{record['seconds']:.0f}{compiling}", record["commit"][:7]) if record else ("", "")
         cells += "".join(f"<td>{x}</td>" for x in spent)
-        lines.append(f"<tr><th>{escape(row.name)}</th><td>{escape(_on(row))}</td>{cells}</tr>")
+        name = re.sub(r"([._])", r"\1<wbr>", escape(row.name))  # a phone may break it
+        lines.append(f'<tr><th style="min-width: 8rem">{name}</th><td>{escape(_on(row))}</td>{cells}</tr>')
     return _table(("check", "on", *(groups or ["verdict"]), "seconds (compiling)", "commit"), lines)
 
 
