@@ -41,7 +41,7 @@ QUICK = [  # a few cases of a form each; all are below
 
 @pytest.mark.parametrize("mechanism, form, only", QUICK)
 def test_right_forms_pass(mechanism, form, only):
-    """Every form, on all cases, on two seeds, also in bfloat16: test_check_named.py."""
+    """Every form, on all cases, also in bfloat16: test_check_named.py."""
     check.kernel(mechanism, FORMS[mechanism][form], only=only).raise_if_failed()
 
 
