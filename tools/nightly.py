@@ -59,7 +59,7 @@ PARTS = {
     "notebooks": Part("test-notebooks", (*CODE, *BOOK, "tools"), "every notebook from the site, the package missing"),
     "pdf": Part("pdf", (*CODE, *BOOK, "tools"), "the printed edition"),
     "compile": Part("compile", (*CODE, *APART, "tools"), "every launch for every class of GPU"),
-    "versions": Part("compile-versions", (*CODE, *APART, "tools"), "every launch for sm_90 by the other Tritons"),
+    "versions": Part("compile-versions", (*CODE, *APART, "tools"), "every kernel for sm_90 by the other Tritons"),
 }
 
 
