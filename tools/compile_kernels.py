@@ -2,7 +2,6 @@
 
     python tools/compile_kernels.py [CASE ...] [--arch 75 80 ...]    # default: all; needs no GPU, some minutes
     python tools/compile_kernels.py --triton --kinds --arch 90    # with the other versions of Triton that readers have
-    python tools/compile_kernels.py --gluon --arch 90    # only the launches of Gluon kernels
     python tools/compile_kernels.py --changed --arch 90    # only launches whose plan or source changed (--record: all)
 
 A plan says what a call launches on any class of GPU, and Triton's compiler needs a target, not a device; the assembler
@@ -220,14 +219,9 @@ def report(found: dict) -> None:
         print(tabulate(rows, headers="keys", tablefmt="plain"), flush=True)
 
 
-def launches(arch: int, name: str, gluon: bool = False) -> list[Launch]:
-    """Every launch of a case for a class, or only those of Gluon kernels.
-
-    Raises:
-        ValueError: the plan refuses the case.
-    """
-    every = [x for p in (CASES | WIDE)[name].plans(arch) for x in p.launches]
-    return [x for x in every if x.kernel.is_gluon()] if gluon else every
+def launches(arch: int, name: str) -> list[Launch]:
+    """Every launch of a case for a class; ValueError if the plan refuses the case."""
+    return [x for p in (CASES | WIDE)[name].plans(arch) for x in p.launches]
 
 
 def fingerprint(launch: Launch, arch: int) -> str:
@@ -236,7 +230,7 @@ def fingerprint(launch: Launch, arch: int) -> str:
     return hashlib.sha256(repr((triton.__version__, arch, launch.kernel.cache_key, fixed)).encode()).hexdigest()[:16]
 
 
-def distinct(arch: int, names: list[str], gluon: bool = False, kinds: bool = False) -> dict[str, dict | None]:
+def distinct(arch: int, names: list[str], kinds: bool = False) -> dict[str, dict | None]:
     """The launches to compile by case and fingerprint, each in the first case that has it; None of a refused case.
 
     With `kinds` a portable kernel has one launch of each direction and dtype, that of the widest heads, which needs
@@ -246,7 +240,7 @@ def distinct(arch: int, names: list[str], gluon: bool = False, kinds: bool = Fal
     taken, found = set(), {}
     for name in sorted(names, key=lambda name: -wide(name)) if kinds else names:
         try:
-            every = {fingerprint(x, arch): x for x in launches(arch, name, gluon)}
+            every = {fingerprint(x, arch): x for x in launches(arch, name)}
         except ValueError:
             found[name] = None
             continue
@@ -330,7 +324,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--record", action="store_true", help=f"write the launches that compiled right to {LAUNCHES.name}"
     )
-    parser.add_argument("--gluon", action="store_true", help="only launches of Gluon kernels")
     parser.add_argument("--kinds", action="store_true", help="a portable kernel once a direction and dtype")
     versions = ", ".join(other_tritons.VERSIONS)
     about = f"compile with these versions instead; none: all of {versions} but the pinned"
@@ -361,8 +354,7 @@ def compile_all(tasks: list[tuple[int, str, list[str] | None]], jobs: int) -> li
 def main() -> None:
     args = arguments()
     if args.triton is not None:
-        options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs)]
-        options += [*["--gluon"] * args.gluon, *["--kinds"] * args.kinds]
+        options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--kinds"] * args.kinds]
         sys.exit(other_tritons.compile_with(args.triton, options))
     tasks = []
     for arch in args.arch:
@@ -371,7 +363,7 @@ def main() -> None:
             marks, left = changed(arch, names, recorded(arch))
             print(f"{sum(map(len, marks.values()))} launches changed; {left} more are left to make nightly", flush=True)
         else:
-            marks = distinct(arch, names, args.gluon, args.kinds)
+            marks = distinct(arch, names, args.kinds)
         tasks += [(arch, name, own and [*own]) for name, own in marks.items() if own is None or own]
     if not tasks:
         sys.exit(0 if args.changed else "expected a launch that is compiled for these classes, got none")
