@@ -94,7 +94,7 @@ def _fla(mechanism: str, name: str, **fields) -> Function:
     """A kernel of fla, for gates from logsigmoid, which are finite; `supports` says more of its claim."""
     module = FLA.get(mechanism, mechanism)
     supports = ({"min_gate": LOWEST} if MECHANISMS[mechanism].named("gate") else {}) | fields.pop("supports", {})
-    fields = {"options": WITH_STATE, "source": "its docstring"} | fields
+    fields = {"options": WITH_STATE, "source": "its docstring and assertions"} | fields
     return Function(mechanism, f"fla.ops.{module}", name, supports=supports, **fields)
 
 
