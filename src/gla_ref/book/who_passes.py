@@ -21,7 +21,6 @@ REASONS = {  # what a function refuses, by a part of its message
     "K >= 16": "K or V below 16",
     "requires even K and V": "K or V odd",
     "shared memory": "wide heads",
-    "upgrade Triton": "gradients under an older Triton",
     "Backward pass": "any gradient",
     "scale must be positive": "a scale of 0 or less",
     "'NoneType' object": "gradients where the state needs none",

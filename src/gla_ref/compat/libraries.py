@@ -33,7 +33,6 @@ IN_WORDS = {"q": "query", "k": "key", "v": "value"}
 WITH_STATE = {"output_final_state": True}  # fla returns no state unless asked to
 NOT_DIVIDED = {"normalize": False}  # linear attention, which fla normalises unless told not to
 STATELESS = {"state": False}
-BF16 = {"dtypes": ("bf16",)}  # as its assertion says, "ChunkDeltaRuleFunction does not support float32"
 FLOAT32 = {"dtypes": ("fp32",)}  # it returns float32, or cannot multiply it by other tokens
 EVEN = {"multiples": {"K": 2, "V": 2}}  # as chunk_bwd_dv asserts
 SIXTEENS = {"multiples": {"K": 16, "V": 16}}  # a backward kernel takes no fewer than 16 channels, and does not pad
@@ -155,7 +154,7 @@ FROM_FLA = (
     _fla("linear_attention", "fused_chunk_linear_attn", options=NOT_DIVIDED | WITH_STATE),
     _fla("linear_attention", "fused_recurrent_linear_attn", options=NOT_DIVIDED | WITH_STATE),
     _fla("linear_attention", "chunk_linear_attn", options=NOT_DIVIDED | WITH_STATE, supports=EVEN),
-    _fla("delta_rule", "chunk_delta_rule", grouped=False, supports=BF16),
+    _fla("delta_rule", "chunk_delta_rule", grouped=False, supports={"dtypes": ("bf16",)}),
     _fla("delta_rule", "fused_recurrent_delta_rule", grouped=False),
     _fla("gated_delta_rule", "chunk_gated_delta_rule"),
     _fla("gated_delta_rule", "fused_recurrent_gated_delta_rule"),
