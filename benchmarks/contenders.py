@@ -93,16 +93,19 @@ def looped(mechanism: str, name: str, call: Callable, **fields) -> None:
     contender(mechanism, name=name, packed=True, **fields)(loop)
 
 
-def fits(gates: tuple = (None, "logsigmoid/16"), columns: int = 0, few: bool = False) -> Callable:
-    """Whether a case is for a page.
+def fits(
+    gates: tuple = (None, "logsigmoid/16"), columns: int = 0, few=False, sizes=(16, 32, 64, 128), hopper=False
+) -> Callable:
+    """Whether a case is for a page, of `hopper` or another.
 
     A page whose programs own `columns` of a head's state is for enough heads, or for `few`: for fewer programs than
     two for each three of an H200's 132 multiprocessors.
     """
 
     def takes(case) -> bool:
-        sizes = (16, 32, 64, 128)
         if columns and (3 * -(-case.V // columns) * case.H * case.B < 2 * 132) != few:
+            return False
+        if hopper and (case.decode or case.dtype != "bfloat16"):
             return False
         return case.K in sizes and case.V in sizes and case.gates in gates and not case.state
 
@@ -220,18 +223,7 @@ def gla_page(case, q, k, v, g, **_):
 
 
 page("gla", "gla_levels.gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), columns=64)
-contender(
-    "gla",
-    name="page_hopper",
-    packed=False,
-    directions=("forward",),
-    takes=lambda case: (
-        {case.K, case.V} <= {64, 128}
-        and case.gates == "logsigmoid/16"
-        and case.dtype == "bfloat16"
-        and not (case.state or case.decode)
-    ),
-)(function("gla_ref.pages.gla_hopper", "gla"))
+page("gla", "gla_hopper.gla", name="page_hopper", gates=("logsigmoid/16",), sizes=(64, 128), hopper=True)
 # its first call autotunes, for one to two minutes each way
 contender("gla", name="fla_chunk_gla", peer=True, limit_s=200)(function("fla.ops.gla", "chunk_gla"))
 
@@ -320,13 +312,7 @@ for mechanism, module, op, kernels, options in (
     chosen(mechanism, "kernel", *kernels)
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op, **options)))
 page("gated_delta_rule", "gated_delta_rule.gated_delta_rule")
-contender(
-    "gated_delta_rule",
-    name="page_hopper",
-    packed=False,
-    directions=("forward",),
-    takes=lambda case: case.K == case.V == 128 and case.dtype == "bfloat16" and not (case.state or case.decode),
-)(function("gla_ref.pages.gated_delta_rule_hopper", "gated_delta_rule"))
+page("gated_delta_rule", "gated_delta_rule_hopper.gated_delta_rule", name="page_hopper", sizes=(128,), hopper=True)
 
 
 @contender("gated_delta_rule", peer=True, limit_s=200)
