@@ -177,7 +177,7 @@ FROM_FLA = (
         heads_first=True,
         grouped=False,
     ),
-    _naive("gated_delta_rule", "naive_recurrent_gated_delta_rule", supports=FLOAT32),
+    _naive("gated_delta_rule", "naive_recurrent_gated_delta_rule", supports=FLOAT32, grouped=False),
     _naive("gated_delta_rule", "naive_chunk_gated_delta_rule", supports=FLOAT32, grouped=False),
     _naive("kda", "naive_recurrent_kda"),
     _naive("kda", "naive_chunk_kda", 64),
