@@ -25,7 +25,7 @@ from ._cases import Case
 from ._claims import Claim
 from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._mechanisms import Kind
-from ._names import Seen, by_head, by_name, by_terms
+from ._names import Seen, by_drop, by_head, by_name, by_terms
 from ._report import Report, Row
 from ._run import Found, Trial, attempt, observe
 from ._where import ONLY, Bounds, Spent, by_gates, common, locate, plainly, smaller
@@ -174,6 +174,8 @@ class Examiner:
         """The mistakes that the kernel behaves like, by all calls; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
+        if dropped := by_drop(failed, self.forward, self.called):
+            return [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in dropped]
         telling = sorted(self.telling, key=numbers)
         named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, self.called, telling)
         matches = [it for it in named if not it.somewhere]
@@ -223,6 +225,12 @@ class Examiner:
         trial = Trial(k, p)
         found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
         return None if isinstance(found, Finding) else Seen(p, found)
+
+    def forward(self, p: Problem) -> Found | None:
+        """What the kernel makes of a problem without gradients; None where it gives nothing."""
+        trial = Trial(self.kernel, p)
+        found = attempt(self.kernel.seconds, trial.run, False, trial.inference)
+        return None if isinstance(found, Finding) else found
 
 
 # -- a case by itself -----------------------------------------------------------------------------

@@ -275,6 +275,33 @@ def times_the_right_sum(q, k, v, *, scale=None):
     return o * (q * k.cumsum(1)).sum(-1, keepdim=True), S
 
 
+# -- room 19 -----------------------------------------------------------------------------------
+LOST, SUB, PIECE = -14.0, 16, 64  # nats after which nothing is left; tokens that are summed at a time, and of a piece
+
+
+def start_of(g: Tensor, at: int, lost: float = LOST) -> Tensor:
+    """The token from which a piece that begins at token `at` walks, `[B, 1, H]`: far enough back, or the first."""
+    if not at:
+        return torch.zeros_like(g[:, :1, :, 0], dtype=torch.long)
+    sums = g[:, :at].unflatten(1, (-1, SUB)).sum(2).amax(-1)  # of the channel that is kept best, [B, sub-chunks, H]
+    kept = sums.flip(1).cumsum(1) > lost
+    return (at - SUB - SUB * kept.sum(1, keepdim=True)).clamp_min(0)
+
+
+def pieces_from_zero(q, k, v, g, beta, *, scale=None, initial_state=None, start=start_of):
+    """Pieces of a text side by side: each walks from where the gates have let nothing through since, it is thought."""
+    outs = []
+    for at in range(0, q.shape[1], PIECE):
+        first = start(g, at)
+        a, e = int(first.min()), min(at + PIECE, q.shape[1])
+        walks = torch.arange(a, e)[:, None] >= first  # before its start a head writes nothing, so its state stays zero
+        S = None if initial_state is None else torch.where((first[:, 0] == 0)[..., None, None], initial_state, 0)
+        x = q[:, a:e], k[:, a:e], v[:, a:e] * walks[..., None], g[:, a:e], beta[:, a:e]
+        o, S = right(*x, scale=scale, initial_state=S)
+        outs.append(o[:, at - a :])
+    return torch.cat(outs, 1), S
+
+
 # -- room 13 -----------------------------------------------------------------------------------
 def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor, sub: int = C // 4) -> Tensor:
     D, n = segment_sum(g), g.shape[-2]
