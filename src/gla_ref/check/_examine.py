@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._mechanisms import Kind
 from ._names import Seen, by_drop, by_head, by_name, by_terms
 from ._report import Report, Row
-from ._run import Found, Trial, attempt, observe
+from ._run import Found, Trial, attempt, broken, observe
 from ._where import ONLY, Bounds, Spent, by_gates, common, locate, plainly, smaller
 from .oracle import Problem, numbers, problems, shape
 
@@ -36,6 +36,8 @@ INSIDE = "GLA_REF_CHECK_ALONE"  # set in a process that runs one case by itself:
 LONE = 3  # failing cases that are run again, each in a process of its own
 WAYS = {"no_grad"}  # findings of calls that keep nothing for a backward pass, of which a kernel may keep something
 FIRST = "right as the first such call of a new process: something is kept between calls"
+BREAKS, BROKE = 5, "breaks"  # processes that a kernel may break before the rest of its cases is left; such a finding
+UNTRIED = "cases after those that broke their processes"
 AHEAD = 2  # threads that work out problems
 ABREAST = 16  # problems of one shape at a time
 
@@ -91,12 +93,12 @@ class Examiner:
         if posed.problem is None:
             return posed
         p, kind = posed.problem, self.kernel.kind
-        found, findings = observe(self.kernel, p)
+        found, findings = self.observe(p)
         stateless = found and all(found[n] is None for n in kind.states.values())
         if stateless and p.case.loss == "both" and found["dq"] is not None:
             # no state came back, so ask again with a loss of o alone
             (p,) = self.problems([replace(p.case, loss="o")])
-            found, findings = observe(self.kernel, p)
+            found, findings = self.observe(p)
         asked = found
         if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
             asked = {n: x for n, x in found.items() if not n.startswith("d")}
@@ -105,6 +107,19 @@ class Examiner:
             status = "not covered" if f.kind == "not covered" else "failed"
             rows.append(Row(p.case.name, f.quantity, status, f.kind, message=str(f)))
         return Posed(rows, p, found)
+
+    def observe(self, p: Problem) -> tuple[Found, list[Finding]]:
+        """What :func:`observe` finds. An error that the device does not survive is no refusal, and all that is said."""
+        findings: list[Finding] = []
+        try:
+            found, findings = observe(self.kernel, p)
+        except RuntimeError:  # outside of a call: what uses the device next has the error of a call before
+            if not broken(self.kernel.device):
+                raise
+        if not (reason := broken(self.kernel.device)):
+            return found, findings
+        raised = next((str(f) for f in findings if f.kind == "raises"), reason)
+        return {}, [Finding(BROKE, f"{raised}; after that, nothing runs on {self.kernel.device} in this process")]
 
     def claims(self, name: str) -> bool:
         """Whether a quantity should be there: no gradient without a backward pass, no state where none is claimed."""
@@ -142,7 +157,7 @@ class Examiner:
             rows = self.run(self.pose([case])[0]).rows
             return any(r.status == "failed" and r.quantity == first.quantity for r in rows)
 
-        if first.kind != "hangs":  # every attempt would take the time limit
+        if first.kind not in ("hangs", BROKE):  # every attempt would take the time limit, or a process
             *_, least = smaller(self.kernel.kind, replace(least, name="smallest", telling=False), fails)
         return self.lines(least)
 
@@ -165,7 +180,7 @@ class Examiner:
         """
         failing, kinds = report.failing, {row.kind for row in report.failures}
         few = len(failing) <= min(LONE, len(report.cases) - 1) or kinds <= WAYS
-        if INSIDE in os.environ or not few or kinds & {"hangs", "differs"} or not imported(self.kernel.fn):
+        if INSIDE in os.environ or not few or kinds & {"hangs", "differs", BROKE} or not imported(self.kernel.fn):
             return []
         seconds = 10 * self.kernel.seconds
         return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing[:LONE]))
@@ -327,27 +342,40 @@ def waive(row: Row, waivers: Mapping[str, str]) -> None:
             row.status, row.waived = "waived", reason
 
 
-def examine(examiner: Examiner, report: Report, progress: Progress) -> None:
-    """Fill in a report on its cases."""
+def examine(examiner: Examiner, report: Report, progress: Progress, journal: MutableMapping[str, list[Row]]) -> None:
+    """Fill in a report on its cases.
+
+    The `journal` has the rows of cases that were called in processes before, and gets those of each case that is
+    called here. Under another name than a case's it says that a process broke while mistakes were looked for.
+    """
     cases, seen = list(report.cases.values()), []
-    for done in examiner.run_all(cases, progress):
-        report.rows += done.rows
+    breaks = sum(row.kind == BROKE for rows in journal.values() for row in rows)
+    left = [case for case in cases if case.name not in journal and breaks < BREAKS]
+    lost = bool({*journal} - {*report.cases})
+    for case, done in zip(left, examiner.run_all(left, progress), strict=True):
+        journal[case.name] = done.rows
         seen += [Seen(done.problem, done.found)] if done.found else []
+        if any(row.kind == BROKE for row in done.rows):
+            lost = True
+            break
+    for case in cases:
+        report.rows += journal.get(case.name, [Row(case.name, "call", "not covered", message=UNTRIED)])
     for row in report.rows:
         waive(row, report.settings["waive"])
     given = {row.quantity for row in report.rows if row.error is not None}
     for row in report.rows:
         if row.kind == "missing" and row.quantity in given:
             row.status, row.message = "failed", "none is given, though it is not 0 and other cases give one"
-    report.alone = examiner.right_alone(report) if report.failures else []
+    report.alone = examiner.right_alone(report) if report.failures and not lost else []
     report.common = shared(report, examiner.kernel.kind)
     for row in report.failures if report.alone else ():
         if row.kind in WAYS:
             row.message = row.message.replace("right otherwise", FIRST)
-    if report.settings["level"] == "full" and report.failures:
+    if report.settings["level"] == "full" and report.failures and not lost:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = examiner.smallest_failure(report)
-    explained = any(row.where and row.case not in report.alone for row in report.rows)
+    called = {s.problem.case.name for s in seen} - {*report.alone}
+    explained = not lost and any(row.where and row.case in called for row in report.rows)
     n = len(report.failing)
     found = f"{n} {'is' if n == 1 else 'are'} wrong; looking for the mistake" if explained else ""
     progress(len(cases), len(cases), found)
