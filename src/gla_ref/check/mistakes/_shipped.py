@@ -276,15 +276,13 @@ def times_the_right_sum(q, k, v, *, scale=None):
 
 
 # -- room 19 -----------------------------------------------------------------------------------
-LOST, SUB, PIECE = -14.0, 16, 64  # nats after which nothing is left; tokens that are summed at a time, and of a piece
+SUB, PIECE = 16, 64  # tokens whose gates are added up at a time; tokens of a piece
 
 
-def start_of(g: Tensor, at: int, lost: float = LOST) -> Tensor:
-    """The token from which a piece that begins at token `at` walks, `[B, 1, H]`: far enough back, or the first."""
-    if not at:
-        return torch.zeros_like(g[:, :1, :, 0], dtype=torch.long)
-    sums = g[:, :at].unflatten(1, (-1, SUB)).sum(2).amax(-1)  # of the channel that is kept best, [B, sub-chunks, H]
-    kept = sums.flip(1).cumsum(1) > lost
+def start_of(g: Tensor, at: int) -> Tensor:
+    """The token from which the piece that begins at token `at` walks, for each head."""
+    sums = g[:, :at].unflatten(1, (at // SUB, SUB)).sum(2).amax(-1)  # of the channel that is kept best
+    kept = sums.flip(1).cumsum(1) > -14  # beyond, e^-14 is left: nothing in 16 bits
     return (at - SUB - SUB * kept.sum(1, keepdim=True)).clamp_min(0)
 
 

@@ -315,4 +315,17 @@ ROOMS = (
         (f"{FLA}#781", f"{FLA}#1115"),
         "The norm of gradients was off by about a percent, in a release.",
     ),
+    Room(
+        19,
+        "The bound that forgot to rotate",
+        "kda",
+        bugs.pieces_from_zero,
+        bugs.start_of,
+        "state dropped where gates are strong",
+        ("length 65", "gate -1", "hand-over"),
+        ("hand-over", "o"),
+        Ordinary(Case(T=4 * C, gate="-1", **SIZES)),
+        ("NVIDIA/cudnn-frontend#1061",),
+        "Unknown: no report of a model that it harmed is public.",
+    ),
 )
