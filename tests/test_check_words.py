@@ -262,7 +262,7 @@ def nudged(q, k, v, **named):
 # what is said of them
 
 ALL, NONE, SIMPLE, RULE = "softmax_attention", "linear_attention", "simple_gla", "gated_delta_rule"
-STATE, SUMS, LATE = "initial state ignored", "running sum of gates in bfloat16", "initial state read but not carried to"
+STATE, SUMS = "initial state ignored", "running sum of gates in bfloat16"
 STRICT, PAIRS = "mask strict instead of inclusive", "Gamma left out of the scores: pairs not decayed"
 UNDECAYED, REST = "final state not decayed through the last chunk", "final state without the last partial chunk"
 RESET = "NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing"
@@ -304,7 +304,7 @@ TOLD = {
     PAIRS: anywhere(RULE, PAIRS, "gate -0.2"),
     "one packed sequence": somewhere(NONE, STATE, whole(lambda q, cu: cu is not None and len(cu) == 2), "[ow]*",
         "wrong with cu_seqlens, right without"),
-    "short sequences": somewhere(NONE, LATE, whole(lambda q, cu: q.shape[1] <= 40), "length*",
+    "short sequences": somewhere(NONE, STATE, whole(lambda q, cu: q.shape[1] <= 40), "length*",
         "wrong up to 40 tokens, right with 41"),
     "one token more than a chunk": somewhere(NONE, REST, whole(lambda q, cu: q.shape[1] % 64 == 1 < q.shape[1]),
         "length*", "wrong with 65 and 129 tokens, right with 64, 66"),
@@ -431,7 +431,7 @@ def test_packed_attention_is_measured_without_a_cache():
 
 
 def test_a_call_with_fewer_tokens_and_the_telling_cases_give_one_case_its_name():
-    m = next(m for m in mistakes.known("gla", F32) if m.name == "state not decayed from chunk to chunk")
+    m = next(m for m in mistakes.known("gla", F32) if m.name == "state's decay from chunk to chunk in base 2")
     fn = mistakes.apply("gla", m)
     it = Examiner(Kernel(fn, "gla", Convention(), torch.device("cpu"), SECONDS, Claim.dtypes), F32, 0)
     found = it.light([it.called(Case(B=2, T=300, H=3, K=5, V=7))])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +15,7 @@ from ._calls import DELTA, READ, in_steps, mistake
 from ._calls import DELTA_GATED as GATED
 from ._rounding import LOW
 
-SOLVE, FIND, HEADS = "(I + A) v^ = beta (v - K S)", "v_t - k_t S_{t-1}", "value head h reads key head h // (HV / H)"
+SOLVE, FIND = "(I + A) v^ = beta (v - K S)", "v_t - k_t S_{t-1}"
 
 
 def step(name: str, line: str, mechanisms: tuple[str, ...] = DELTA, **steps: Callable) -> None:
@@ -34,11 +33,6 @@ def by_powers(A: Tensor, last: int) -> Tensor:
     return Y
 
 
-step(
-    "sign of A: earlier corrections of the chunk added, not subtracted",
-    SOLVE,
-    triangle=lambda n: -(n.beta * n.weights(n.k)).tril(-1),
-)
 for last in (3, 7, 15, 31):
     step(f"triangle inverted by its powers up to A^{last} only", SOLVE, inverse=partial(by_powers, last=last))
 
@@ -54,12 +48,6 @@ def _(c):
 
 
 step("Gamma left out of the scores: pairs not decayed", READ, GATED, pairs=lambda n: (n.q @ n.k.mT).tril())
-
-
-@mistake("value heads grouped wrongly: h reads key head h mod H", HEADS, DELTA, whole=True)
-def _(c, ends):
-    n = c.v.shape[2] // c.q.shape[2]
-    return replace(c, q=c.q.repeat(1, 1, n, 1), k=c.k.repeat(1, 1, n, 1)).each(ends)
 
 
 for name, own in (

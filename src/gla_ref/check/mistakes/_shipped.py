@@ -20,6 +20,7 @@ from ...triangular import elimination
 from ._calls import (
     CARRY,
     DECAY,
+    DELTA,
     DELTA_GATED,
     GATED,
     GRADIENT,
@@ -28,6 +29,7 @@ from ._calls import (
     PACK,
     READ,
     SOFTMAX,
+    STATES,
     C,
     Call,
     Chunk,
@@ -190,6 +192,11 @@ def one_is_none(states: list[Tensor], sequences: int) -> list[Tensor]:
     return [initial, *states[1:]]
 
 
+UNREAD = "the first chunk does not read the initial state"
+named(UNREAD, PACK, STATES, lambda C: chunked(C=C, seen=lambda states, sequences: one_is_none(states, 1)))
+named(f"{UNREAD}, only where there is one sequence", PACK, STATES, lambda C: chunked(C=C, seen=one_is_none), whole=True)
+
+
 # -- room 9 ------------------------------------------------------------------------------------
 def decayed_by_a_neighbour(S: Tensor, g: Tensor, a: int, C: int = C) -> Tensor:
     start = a // C * C  # the first token of its chunk in the pack; the sequence begins at a
@@ -206,8 +213,8 @@ named(
 
 
 # -- room 10 -----------------------------------------------------------------------------------
-def snapshot_of_somebody_else(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
-    x, given = (q, k, v, g), {"scale": scale, "cu_seqlens": cu_seqlens}
+def snapshot_of_somebody_else(*x, scale=None, initial_state=None, cu_seqlens=None, C=C):
+    given = {"scale": scale, "cu_seqlens": cu_seqlens}
     o, final = right(*x, initial_state=initial_state, **given)
     if cu_seqlens is None:
         return o, final
@@ -220,6 +227,9 @@ def snapshot_of_somebody_else(q, k, v, g, *, scale=None, initial_state=None, cu_
         tail = [y[:, a + (e - a) // C * C : e] for y in x]
         found.append(right(*tail, initial_state=snapshot)[1] if tail[0].shape[1] else snapshot)
     return o, torch.cat(found)
+
+
+named("state from the pack's chunk grid", PACK, STATES, lambda C: partial(snapshot_of_somebody_else, C=C), whole=True)
 
 
 # -- room 11 -----------------------------------------------------------------------------------
@@ -242,16 +252,18 @@ def only_the_convolution_is_told(q, k, v, g, beta, *, scale=None, cu_seqlens=Non
 
 # -- room 12 -----------------------------------------------------------------------------------
 def logarithm_for_the_power(k: Tensor, rest: Tensor) -> Tensor:
-    value, wrong = k * rest.exp(), k * rest
+    value, wrong = k * rest.exp(), k * rest.clamp_min(-1e6)  # so the value stays finite
     return value.detach() + wrong - wrong.detach()  # the value of one, the gradient of the other
 
 
-packed = chunked(keys=logarithm_for_the_power)
+def wrong_where_packed(*tokens, cu_seqlens=None, C=C, **options):
+    kernel = right if cu_seqlens is None else chunked(C=C, keys=logarithm_for_the_power)
+    return kernel(*tokens, cu_seqlens=cu_seqlens, **options)
 
 
-def wrong_where_packed(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
-    kernel = right if cu_seqlens is None else packed
-    return kernel(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+UPHILL = "dk with the log decay for the decay"
+named(UPHILL, GRADIENT, GATED, lambda C: chunked(C=C, keys=logarithm_for_the_power))
+named(UPHILL, GRADIENT, GATED, lambda C: partial(wrong_where_packed, C=C), whole=True)
 
 
 # -- room 3 ------------------------------------------------------------------------------------
@@ -370,6 +382,16 @@ def doubled_in_float16(A: Tensor) -> Tensor:
 # -- room 16 -----------------------------------------------------------------------------------
 def tiled(x: Tensor, HV: int) -> Tensor:
     return x.repeat(1, HV // x.shape[1], 1, 1)  # W X Y W X Y instead of W W X X Y Y
+
+
+HEADS = "value head h reads key head h // (HV / H)"
+named(
+    "value heads grouped wrongly: h reads key head h mod H",
+    HEADS,
+    DELTA,
+    lambda C: chunked(grouped=tiled),
+    chunked=False,
+)
 
 
 # -- room 17 -----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from math import log
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .._emulate import Decayed
 from ._calls import (
@@ -78,7 +77,6 @@ def carry(name: str, wrong: Callable[[Call, Tensor], Tensor]) -> None:
 
 
 carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.written))
-carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S)
 carry("state's decay from chunk to chunk in base 2", lambda c, S: S + (decay(c.g * log(2)) - decay(c.g)) * c.S)
 
 
@@ -90,29 +88,7 @@ def _(c):
 
 
 # -- initial and final states ------------------------------------------------------------------
-def ignored(c: Call) -> tuple[Tensor, Tensor]:
-    return c.run(S=torch.zeros_like(c.S))
-
-
-def first_read(c: Call) -> tuple[Tensor, Tensor]:
-    o, S = c.run()
-    n = c.cut(0, c.C)
-    return torch.cat([o[:, : c.C] - c.s * read(n.q * n.g.cumsum(1).exp(), c.S), o[:, c.C :]], 1), S
-
-
-for name, wrong, chunked in (
-    ("initial state ignored", ignored, False),
-    ("the first chunk does not read the initial state", first_read, True),
-):
-    mistake(name, PACK, chunked=chunked)(wrong)
-    mistake(f"{name}, only where there is one sequence", PACK, whole=True, chunked=chunked)(
-        lambda c, ends, wrong=wrong: c.each(ends, wrong if len(c.S) == 1 else None)
-    )
-
-
-@mistake("initial state read but not carried to the end", PACK)
-def _(c):
-    return c.run()[0], ignored(c)[1]
+simple("initial state ignored", PACK, lambda c: {"S": torch.zeros_like(c.S)})
 
 
 @mistake("final state not decayed through the last chunk", "S_T", GATES, chunked=True)
@@ -155,19 +131,6 @@ def _(c, ends):
     if ends is not None:
         ends = [0, *(min(end + 1, ends[-1]) for end in ends[1:-1]), ends[-1]]
     return c.each(ends)
-
-
-@mistake("state from the pack's chunk grid", PACK, whole=True, chunked=True)
-def _(c, ends):
-    o, S = c.each(ends)
-    spans, finals = [*pairwise(ends or ())], []
-    for a, e in spans:
-        whole = (e - a) // c.C * c.C
-        at = a // c.C * c.C + whole
-        n, (start, _) = max((n, span) for n, span in enumerate(spans) if span[0] <= at)
-        taken = c.cut(start, at, S=c.S[n : n + 1]).run()[1]
-        finals.append(c.cut(a + whole, e, S=taken).run()[1])
-    return o, torch.cat(finals) if finals else S
 
 
 # -- gradients ---------------------------------------------------------------------------------
@@ -220,23 +183,6 @@ def _(c):
         return o, S + backward(c.S, lambda d: (1 - kept) * d) - c.S.detach()
 
     return c.chunks(turn)
-
-
-def uphill(c: Call) -> tuple[Tensor, Tensor]:
-    """Chunks whose writes have the gradient of k times a log decay."""
-
-    def turn(c, o, S):
-        rest = pad(c.g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1).clamp_min(-1e6)  # o stays finite
-        wrong = write(c.k * rest, c.v.detach()) - write(c.k * rest.exp(), c.v.detach())
-        return o, S + (wrong - wrong.detach())
-
-    return c.chunks(turn)
-
-
-for packed_only in (False, True):
-    mistake("dk with the log decay for the decay", GRADIENT, GATED, whole=True, chunked=True)(
-        lambda c, ends, packed_only=packed_only: c.each(ends, None if packed_only and not ends else uphill)
-    )
 
 
 # -- the gates' gradient by sums of q dq - k dk ------------------------------------------------
