@@ -298,11 +298,11 @@ def start_of(g: Tensor, at: int) -> Tensor:
     return (at - SUB - SUB * kept.sum(1, keepdim=True)).clamp_min(0)
 
 
-def pieces_from_zero(q, k, v, g, beta, *, scale=None, initial_state=None, start=start_of):
+def pieces_from_zero(q, k, v, g, beta, *, scale=None, initial_state=None):
     """Pieces of a text side by side: each walks from where the gates have let nothing through since, it is thought."""
     outs = []
     for at in range(0, q.shape[1], PIECE):
-        first = start(g, at)
+        first = start_of(g, at)
         a, e = int(first.min()), min(at + PIECE, q.shape[1])
         walks = torch.arange(a, e)[:, None] >= first  # before its start a head writes nothing, so its state stays zero
         S = None if initial_state is None else torch.where((first[:, 0] == 0)[..., None, None], initial_state, 0)
