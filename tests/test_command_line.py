@@ -11,7 +11,7 @@ import pytest
 from cases import thin
 
 from gla_ref import FORMS, check
-from gla_ref.__main__ import main
+from gla_ref.__main__ import main, shell
 from gla_ref._commands import apart
 from gla_ref.check._run import attempt
 
@@ -117,6 +117,15 @@ def test_an_exit_status_is_no_verdict(monkeypatch, capsys, verdict, ended, statu
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert apart.run(["check"], "own:fn", 60.0) == status
     assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
+
+
+def test_an_error_of_the_kit_is_no_verdict(monkeypatch, capsys):
+    monkeypatch.setattr("gla_ref.__main__.main", lambda argv: 1 / 0)
+    monkeypatch.setattr(apart, "begin", lambda: True)
+    monkeypatch.setattr(apart, "finish", sys.exit)
+    with pytest.raises(SystemExit) as stopped:
+        shell(["check", "gla", "own:fn"])
+    assert stopped.value.code == 2 and "error: in the check itself, not in the kernel" in capsys.readouterr().err
 
 
 def test_an_interrupt_says_where_the_check_was(monkeypatch, capsys):

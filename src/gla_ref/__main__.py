@@ -13,6 +13,7 @@ import os
 import pkgutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -388,14 +389,22 @@ def shell(argv: list[str]) -> int:
     A letter that the shell's encoding lacks, such as α in cp1252, is printed as its number.
     """
     sys.stdout.reconfigure(errors="backslashreplace")
+    it = parser()
+    args = it.parse_args(argv)
     if apart.begin():
         try:
             status = main(argv)
         except Refused as refused:
             status = refused.code
+        except Exception:  # the kit's own, or of a device that the kernel broke: then another child goes on
+            from .check._run import broken
+
+            if broken(torch.device(args.device)):
+                raise
+            traceback.print_exc()
+            print(f"{it.prog}: error: in the check itself, not in the kernel", file=sys.stderr)
+            status = 2
         apart.finish(status)
-    it = parser()
-    args = it.parse_args(argv)
     if args.command != "check" or args.kernel is None:
         return main(argv)
     try:
