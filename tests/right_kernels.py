@@ -1,6 +1,6 @@
 """Right kernels, written afresh and each in another way, for what the check kit must never call wrong.
 
-Others are the forms of the package, scans and token after token, which test_check_named.py holds on all cases.
+Others are the forms of the package, by autograd, by scans and token after token (all cases: test_check_named.py).
 
 Those with a gradient by hand hold what a GPU's do: a chunk's own pairs, the states between chunks, and of the gates
 the reverse running sum of q dq - k dk inside a chunk, to which rowsum(S dS) comes at its end. Operands of products
@@ -291,13 +291,10 @@ def unseen(q, k):
     return torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
 
 
-def at_once(weights):
-    """All keys at once, by autograd, the weights made of scores that are -inf for later keys."""
-
-    def way(q, k, v, scale, C, product):
-        return product(weights((scale * product(q, k.mT)).masked_fill(unseen(q, k), -torch.inf)), v)
-
-    return way
+def by_log_sum_exp(q, k, v, scale, C, product):
+    """All keys at once, by autograd."""
+    x = (scale * product(q, k.mT)).masked_fill(unseen(q, k), -torch.inf)
+    return product((x - x.logsumexp(-1, keepdim=True)).exp(), v)
 
 
 def library(dtype, q, k, v, scale, C, product):
@@ -324,8 +321,7 @@ def kernels(mechanism, dtype):
         found |= {name: attention(Flash.apply, dtype, 64, product) for name, product in others.items()}
         found["one log-sum-exp, channels in another order"] = attention(OneNumber.apply, dtype, 64)
         return found | {
-            "autograd": attention(at_once(lambda x: x.softmax(-1)), dtype),
-            "log-sum-exp": attention(at_once(lambda x: (x - x.logsumexp(-1, keepdim=True)).exp()), dtype),
+            "log-sum-exp": attention(by_log_sum_exp, dtype),
             "PyTorch's own": attention(partial(library, dtype), dtype),
         }
     if mechanism in DELTA:
@@ -333,4 +329,4 @@ def kernels(mechanism, dtype):
     found = {f"chunks of {C}, by hand": kernel(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
     found |= {name: kernel(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
     found["chunks of 64, backwards in another order"] = kernel(mechanism, OtherOrder.apply, dtype, 64)
-    return found | {"chunks of 64, by autograd": kernel(mechanism, in_chunks, dtype)}
+    return found

@@ -28,11 +28,10 @@ from ._mechanisms import Kind
 from ._names import Seen, by_drop, by_head, by_name, by_terms
 from ._report import Report, Row
 from ._run import Found, Trial, attempt, broken, observe
-from ._where import ONLY, Bounds, Spent, by_gates, common, locate, plainly, smaller
+from ._where import ONLY, Bounds, by_gates, common, locate, plainly, smaller
 from .oracle import Problem, numbers, problems, shape
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
-INSIDE = "GLA_REF_CHECK_ALONE"  # set in a process that runs one case by itself: it starts no others
 LONE = 3  # failing cases that are run again, each in a process of its own
 WAYS = {"no_grad"}  # findings of calls that keep nothing for a backward pass, of which a kernel may keep something
 FIRST = "right as the first such call of a new process: something is kept between calls"
@@ -173,14 +172,14 @@ class Examiner:
         """The cases, if few of many fail, that pass in a fresh process; none is asked after one that fails there, too.
 
         The first few are asked, too, where all that is wrong is wrong in another way of calling: that way may be right
-        the first time, and wrong the second.
+        the first time, and wrong the second. A case that is called by itself is not: no case came before it.
 
         A kernel is compiled there again, at every size that it meets. A module that checks itself when it is imported
         does so there, too, and gets no process of its own.
         """
         failing, kinds = report.failing, {row.kind for row in report.failures}
-        few = len(failing) <= min(LONE, len(report.cases) - 1) or kinds <= WAYS
-        if INSIDE in os.environ or not few or kinds & {"hangs", "differs", BROKE} or not imported(self.kernel.fn):
+        few = len(report.cases) > 1 and (len(failing) <= min(LONE, len(report.cases) - 1) or kinds <= WAYS)
+        if not few or kinds & {"hangs", "differs", BROKE} or not imported(self.kernel.fn):
             return []
         seconds = 10 * self.kernel.seconds
         return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing[:LONE]))
@@ -189,10 +188,10 @@ class Examiner:
         """The mistakes that the kernel behaves like, by all calls; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
-        if dropped := by_drop(failed, self.forward, self.called):
+        if dropped := by_drop(failed, self.made, self.called):
             return [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in dropped]
         telling = sorted(self.telling, key=numbers)
-        named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, self.called, telling)
+        named = by_name(mechanism, self.dtype, failed, passed, self.called, telling)
         matches = [it for it in named if not it.somewhere]
         terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
         matches = matches or [it for it in terms if not it.somewhere]
@@ -217,19 +216,6 @@ class Examiner:
         bounds = Bounds(self, s.problem, frozenset(s.wrong))
         return *bounds.statements(s.problem.case, failing, passing), bounds.cut
 
-    def light(self, failed: list[Seen]) -> list[Seen]:
-        """One more call, like the smallest that failed and wrong in the same quantities, with fewer numbers; if any.
-
-        Most mistakes are told from the kernel's by this call, in a part of the time.
-        """
-        least = min(failed, key=lambda s: s.size)
-        with suppress(Spent):
-            for case in Bounds(self, least.problem, frozenset(least.wrong)).lighter(least.problem.case):
-                s = self.called(case)
-                if s and {*s.wrong} == {*least.wrong}:
-                    return [s]
-        return []
-
     def called(self, case: Case) -> Seen | None:
         """One more case and the kernel's results; None where it gives none, or cannot be asked."""
         k = self.kernel
@@ -237,14 +223,13 @@ class Examiner:
         if rows or asked is None or self.claim.fit(case, k.kind) != case:
             return None
         (p,) = self.problems([case])
-        trial = Trial(k, p)
-        found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
-        return None if isinstance(found, Finding) else Seen(p, found)
+        found = self.made(p, not k.how.forward_only)
+        return found and Seen(p, found)
 
-    def forward(self, p: Problem) -> Found | None:
-        """What the kernel makes of a problem without gradients; None where it gives nothing."""
+    def made(self, p: Problem, gradients: bool = False) -> Found | None:
+        """What the kernel makes of a problem; None where it gives nothing."""
         trial = Trial(self.kernel, p)
-        found = attempt(self.kernel.seconds, trial.run, False, trial.inference)
+        found = attempt(self.kernel.seconds, trial.run, gradients, trial.usual if gradients else trial.inference)
         return None if isinstance(found, Finding) else found
 
 
@@ -277,18 +262,11 @@ def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, *
 
 def right_alone(lines: str, seconds: float) -> bool:
     """Whether a fresh Python process, which these lines of a reproduction run in, calls the kernel right."""
-    path = os.pathsep.join(x or os.getcwd() for x in sys.path)
-    options = {
-        "env": os.environ | {"PYTHONPATH": path, INSIDE: "1"},
-        "capture_output": True,
-        "text": True,
-        "timeout": seconds,
-    }
-    try:
-        said = subprocess.run([sys.executable, "-c", lines], **options, check=False).stdout
-    except subprocess.TimeoutExpired:
-        return False
-    return ": right" in said.partition("\n")[0]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(x or os.getcwd() for x in sys.path)}
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run([sys.executable, "-c", lines], env=env, capture_output=True, text=True, timeout=seconds)
+        return ": right" in done.stdout.partition("\n")[0]
+    return False
 
 
 # -- rows and what they share -----------------------------------------------------------------------

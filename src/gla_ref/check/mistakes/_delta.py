@@ -13,7 +13,6 @@ from ...triangular import doubling
 from .._emulate import Product
 from ._calls import DELTA, READ, in_steps, mistake
 from ._calls import DELTA_GATED as GATED
-from ._rounding import LOW
 
 SOLVE, FIND = "(I + A) v^ = beta (v - K S)", "v_t - k_t S_{t-1}"
 
@@ -72,7 +71,7 @@ def doubled(A: Tensor, dtype: torch.dtype) -> Tensor:
         return doubling(A)
 
 
-for name, dtype in LOW.items():
+for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
     for inverse in (partial(doubled, dtype=dtype), lambda A, dtype=dtype: doubling(A.to(dtype)).to(A.dtype)):
         mistake(f"triangle inverted by doubling with operands in {name}", SOLVE, DELTA, rounding=True, chunked=True)(
             lambda c, inverse=inverse: in_steps(c, c.C, inverse=inverse)[:2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from math import log
 
@@ -186,19 +185,6 @@ def _(c):
 
 
 # -- the gates' gradient by sums of q dq - k dk ------------------------------------------------
-class Total(torch.autograd.Function):
-    """0 in place of the sum of gates `[B, T, H, K]`, with the sum's gradient: also where a gate is -inf."""
-
-    @staticmethod
-    def forward(ctx, g):
-        ctx.shape = g.shape
-        return torch.zeros_like(g[:, 0])
-
-    @staticmethod
-    def backward(ctx, d):
-        return d[:, None].expand(ctx.shape)
-
-
 def summed(c: Call, g: Tensor) -> tuple[Tensor, Tensor]:
     """A call whose gates' gradient is made of q dq - k dk, summed to its end: o and S."""
     b = g.cumsum(1)
@@ -214,30 +200,6 @@ def _(c):
     return o, (total - total.detach()).exp()[..., None] * S
 
 
-def end_of_sums(c: Call, own: Callable[[Tensor], Tensor] = lambda d: d) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk whose gates' gradient is made of q dq - k dk, summed to its end (and changed by `own`): o, S, and 0.
-
-    Times a state, and added to what leaves the chunk, that 0 brings the gradient what this state adds at the end.
-    """
-    return *summed(c, backward(c.g, own)), Total.apply(c.g)[..., None]
-
-
-def by_sums(c: Call, own: Callable[[Tensor], Tensor] = lambda d: d, end: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Chunks whose gates' gradient is made of a sum over the chunk's own terms, and `end` times what its state adds."""
-
-    def turn(c, o, S):
-        o, S, change = end_of_sums(c, own)
-        return o, S + end * change * S.detach()
-
-    return c.chunks(turn)
-
-
-def forwards(d: Tensor) -> Tensor:
-    """The sum over a token's terms and those before it, made of that over its own and those behind it."""
-    return (d - torch.cat([d[:, 1:], 0 * d[:, :1]], 1)).cumsum(1)
-
-
-mistake("gate's gradient without what comes after its chunk", GRADIENT, GATED, chunked=True)(partial(by_sums, end=0.0))
-mistake("gate's gradient summed from its chunk's first token on", GRADIENT, GATED, chunked=True)(
-    partial(by_sums, own=forwards)
-)
+@mistake("gate's gradient without what comes after its chunk", GRADIENT, GATED, chunked=True)
+def _(c):
+    return c.chunks(lambda c, o, S: summed(c, c.g))
