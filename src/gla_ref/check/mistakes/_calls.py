@@ -244,16 +244,11 @@ def in_steps(
     return o, states[-1], write
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale=None,
-    initial_state=None,
-    cu_seqlens=None,
-    sees=lambda i, j, past: j <= i + past,
-) -> tuple[Tensor, tuple]:
+def causal(i: Tensor, j: Tensor, past: int) -> Tensor:
+    return j <= i + past
+
+
+def attention(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, sees: Callable = causal):
     """o and the cache of softmax attention: query i of a sequence sees the keys j of `sees`, `past` of them cached."""
     k0, v0 = initial_state or (k[:, :0], v[:, :0])
     s = q.shape[-1] ** -0.5 if scale is None else scale

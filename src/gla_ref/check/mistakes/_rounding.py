@@ -125,7 +125,7 @@ for least in (-1e3, -1e4, -torch.inf):
     )
 
 
-# -- operands ------------------------------------------------------------------------------------------
+# -- operands ----------------------------------------------------------------------------------
 class Low(torch.autograd.Function):
     """A product of rounded operands, as its gradients are; sums in float32."""
 
