@@ -364,7 +364,7 @@ def tiled(x: Tensor, HV: int) -> Tensor:
 
 HEADS = "value head h reads key head h // (HV / H)"
 MOD = "value heads grouped wrongly: h reads key head h mod H"
-named(MOD, HEADS, DELTA, {"grouped": tiled}, chunked=False)
+named(MOD, HEADS, DELTA, {"grouped": tiled}, whole=True, chunked=False)
 
 
 # -- room 17 -----------------------------------------------------------------------------------
