@@ -93,27 +93,29 @@ def looped(mechanism: str, name: str, call: Callable, **fields) -> None:
     contender(mechanism, name=name, packed=True, **fields)(loop)
 
 
-def page(
-    *mechanisms: str,
-    name: str = "page",
-    gates: tuple = (None, "logsigmoid/16"),
-    columns: int = 0,
-    few: bool = False,
-    **fields,
-):
-    """Register the decorated function, which calls a page of gla_ref.pages, for the cases that the page takes.
+def fits(
+    gates: tuple = (None, "logsigmoid/16"), columns: int = 0, few=False, sizes=(16, 32, 64, 128), hopper=False
+) -> Callable:
+    """Whether a case is for a page, of `hopper` or another.
 
     A page whose programs own `columns` of a head's state is for enough heads, or for `few`: for fewer programs than
     two for each three of an H200's 132 multiprocessors.
     """
 
     def takes(case) -> bool:
-        sizes = (16, 32, 64, 128)
         if columns and (3 * -(-case.V // columns) * case.H * case.B < 2 * 132) != few:
+            return False
+        if hopper and (case.decode or case.dtype != "bfloat16"):
             return False
         return case.K in sizes and case.V in sizes and case.gates in gates and not case.state
 
-    return contender(*mechanisms, name=name, packed=False, takes=takes, **fields)
+    return takes
+
+
+def page(mechanism: str, where: str, name: str = "page", **cases) -> None:
+    """Register the forward page `MODULE.FUNCTION` of gla_ref.pages for the cases that it `fits`."""
+    call = function(*f"gla_ref.pages.{where}".rsplit(".", 1))
+    contender(mechanism, name=name, packed=False, directions=("forward",), takes=fits(**cases))(call)
 
 
 # softmax attention
@@ -139,7 +141,7 @@ contender("softmax_attention", name="sdpa_cudnn", peer=True, packed=False)(sdpa(
 looped("softmax_attention", "sdpa_flash_loop", sdpa("FLASH_ATTENTION"), peer=True)
 
 
-page("softmax_attention", directions=("forward",))(function("gla_ref.pages.flash_attention", "flash_attention"))
+page("softmax_attention", "flash_attention.flash_attention")
 
 
 # linear attention
@@ -152,10 +154,10 @@ ours("simple_gla", "triton")
 
 
 for op in ("chunk_linear_attn", "fused_chunk_linear_attn"):
-    body = function("fla.ops.linear_attn", op, normalize=False)
-    contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)(body)
-body = function("fla.ops.simple_gla", "chunk_simple_gla")
-contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)(body)
+    fla_linear = contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)
+    fla_linear(function("fla.ops.linear_attn", op, normalize=False))
+fla_simple = contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)
+fla_simple(function("fla.ops.simple_gla", "chunk_simple_gla"))
 
 
 @contender("linear_attention", "simple_gla", peer=True, packed=False)
@@ -183,10 +185,8 @@ def torch_chunkwise(case, q, k, v, g=None, **_):
     return (intra + inter).movedim(1, 3).flatten(1, 2)[:, :T]
 
 
-body = function("gla_ref.pages.linear_attention", "linear_attention")
-page("linear_attention", columns=128, directions=("forward",))(body)
-body = function("gla_ref.pages.linear_attention_segments", "linear_attention")
-page("linear_attention", name="page_segments", columns=128, few=True, directions=("forward",))(body)
+page("linear_attention", "linear_attention.linear_attention", columns=128)
+page("linear_attention", "linear_attention_segments.linear_attention", name="page_segments", columns=128, few=True)
 
 
 # gated linear attention
@@ -217,26 +217,13 @@ class Pages(torch.autograd.Function):
         return gla_gradient(*ctx.saved_tensors, do)
 
 
-@page("gla", columns=64)
+@contender("gla", name="page", packed=False, takes=fits(columns=64))
 def gla_page(case, q, k, v, g, **_):
     return Pages.apply(q, k, v, g)
 
 
-body, gates = function("gla_ref.pages.gla_levels", "gla"), ("logsigmoid/16", "-2", "1 % at -1e3")
-page("gla", name="page_levels", gates=gates, columns=64, directions=("forward",))(body)
-body = function("gla_ref.pages.gla_hopper", "gla")
-contender(
-    "gla",
-    name="page_hopper",
-    packed=False,
-    directions=("forward",),
-    takes=lambda case: (
-        {case.K, case.V} <= {64, 128}
-        and case.gates == "logsigmoid/16"
-        and case.dtype == "bfloat16"
-        and not (case.state or case.decode)
-    ),
-)(body)
+page("gla", "gla_levels.gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), columns=64)
+page("gla", "gla_hopper.gla", name="page_hopper", gates=("logsigmoid/16",), sizes=(64, 128), hopper=True)
 # its first call autotunes, for one to two minutes each way
 contender("gla", name="fla_chunk_gla", peer=True, limit_s=200)(function("fla.ops.gla", "chunk_gla"))
 
@@ -324,15 +311,8 @@ for mechanism, module, op, kernels, options in (
     ours(mechanism, "triton")
     chosen(mechanism, "kernel", *kernels)
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op, **options)))
-body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
-page("gated_delta_rule", directions=("forward",))(body)
-contender(
-    "gated_delta_rule",
-    name="page_hopper",
-    packed=False,
-    directions=("forward",),
-    takes=lambda case: case.K == case.V == 128 and case.dtype == "bfloat16" and not (case.state or case.decode),
-)(function("gla_ref.pages.gated_delta_rule_hopper", "gated_delta_rule"))
+page("gated_delta_rule", "gated_delta_rule.gated_delta_rule")
+page("gated_delta_rule", "gated_delta_rule_hopper.gated_delta_rule", name="page_hopper", sizes=(128,), hopper=True)
 
 
 @contender("gated_delta_rule", peer=True, limit_s=200)
@@ -356,8 +336,7 @@ def flashinfer_gdn(case, q, k, v, g, beta, **_):
     return chunk_gated_delta_rule(*flat, alpha, beta, cu_seqlens=ends).unflatten(0, (case.B, case.T))
 
 
-body, gates = function("gla_ref.pages.kda", "kda"), ("weak", "middle", "strong", "trained", "copies")
-page("kda", gates=gates, directions=("forward",))(body)
+page("kda", "kda.kda", gates=("weak", "middle", "strong", "trained", "copies"))
 
 
 def cudnn_kda(case, q, k, v, g, beta, **_):

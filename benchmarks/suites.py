@@ -1,6 +1,6 @@
 """Cases to measure: shapes, random inputs, and suites of them by name.
 
-To add a suite, add a line to SUITES: a function that returns cases. To add a contender, see
+To add a suite, write a function that returns cases, and list it in KNOWN. To add a contender, see
 contenders.py; every contender of a case's mechanism runs on it.
 """
 

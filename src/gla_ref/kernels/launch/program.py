@@ -115,9 +115,9 @@ def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], l
     Compile with them the kernels of `twins`, which later calls will launch.
     """
     variants = [variant(launch, device) for launch in launches]
-    compiled = [COMPILED.get(v) for v in variants]
-    if None not in compiled:
-        return compiled
+    kernels = [COMPILED.get(v) for v in variants]
+    if None not in kernels:
+        return kernels
     wanted = zip(variants, launches, strict=True)
     more = [(variant(x, device), x) for x in twins()]
     new = {v: x for v, x in [*wanted, *more] if v not in COMPILED}
