@@ -3,7 +3,8 @@
 `check gla my_module:my_fn` says whether a function is right, and if not, where and why.
 `check --museum` runs bugs that public libraries shipped: is each caught and named here?
 `doctor` says what is installed here, which kernels would run, and on a GPU whether they are right.
-Exit status: 0 right, 1 wrong (also where the kernel that is checked ends or breaks its process), 2 cannot run as asked.
+Exit status: 0 right, 1 wrong (also where the kernel that is checked ends or breaks its process), 2 cannot run as asked,
+or an error of the check itself.
 """
 
 import argparse
