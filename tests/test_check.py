@@ -374,6 +374,30 @@ def test_a_kernel_that_hangs_leaves_the_exit_status():
     assert done.returncode == 3 and not done.stderr
 
 
+def test_an_error_that_the_device_does_not_survive_is_no_refusal(monkeypatch):
+    def lost(*args, **named):
+        raise torch.AcceleratorError("CUDA error: misaligned address")
+
+    def breaks(q, k, v, g, **named):
+        monkeypatch.setattr(torch, "zeros", lost)
+        lost()
+
+    report = check.kernel("gla", breaks, only=("transposed", "expanded"))  # which a kernel may refuse
+    (row,) = report.failures
+    assert (row.case, row.kind) == ("transposed", "breaks")
+    assert report.not_covered == {"cases after those that broke their processes": 1}
+    assert report.verdict == "WRONG" and "CUDA error: misaligned address" in str(report)
+
+
+@pytest.mark.parametrize("breaks, tried", [(4, 2), (5, 0)])
+def test_a_kernel_breaks_so_many_processes_and_no_more(breaks, tried):
+    cases = [f"length {T}" for T in (1, 7, 63, 64, 65, 128, 145)]
+    journal = {case: [check.Row(case, "call", "failed", "breaks")] for case in cases[:breaks]}
+    report = check.kernel("gla", GATED, only=cases[: breaks + 2], journal=journal)
+    assert len({row.case for row in report.rows if row.status == "passed"}) == tried
+    assert len(report.failing) == breaks
+
+
 def test_what_is_not_covered_is_said():
     def forward(q, k, v, g):
         with torch.no_grad():
