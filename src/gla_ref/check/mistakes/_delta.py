@@ -32,6 +32,11 @@ def by_powers(A: Tensor, last: int) -> Tensor:
     return Y
 
 
+step(
+    "sign of A: earlier corrections of the chunk added, not subtracted",
+    SOLVE,
+    triangle=lambda n: -(n.beta * n.weights(n.k)).tril(-1),
+)
 for last in (3, 7, 15, 31):
     step(f"triangle inverted by its powers up to A^{last} only", SOLVE, inverse=partial(by_powers, last=last))
 
