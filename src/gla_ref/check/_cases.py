@@ -57,7 +57,7 @@ class Case:
     Attributes:
         name: what the report calls it.
         gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16". "hand-over" and "relay" also
-            choose keys, strengths and where values are written (:func:`turned`), of a delta rule without gates, too.
+            choose keys, strengths and where values are written (`turned`), of a delta rule without gates, too.
         floor: what no gate is below, where a kernel claims no more; None for the ladder's own.
         strength: what write strengths stay below, 1 or 2.
         beta: every write strength, 0, 1 or 2, instead of random ones; None for those.
