@@ -1,4 +1,4 @@
-"""How the bench takes a time: on the GPU by events, on the host, and in memory; run.py says of what."""
+"""How the bench takes a time: on the GPU by events, on the host, and in memory. run.py uses it."""
 
 import contextlib
 import cProfile

@@ -66,7 +66,7 @@ def own(tmp_path, monkeypatch):
 
 
 BROKEN = "breaks: call (1 case, first length 7) expected to return, but "
-FROM_A_SHELL = {  # function: status, and what is said on stdout
+FROM_A_SHELL = {  # function: (exit status, text on stdout)
     "exits": (1, BROKEN + "its process ended with status 0"),
     "aborts": (1, BROKEN + "its process ended with signal SIGABRT"),
     "faults": (1, BROKEN + "its process ended with signal SIGSEGV"),

@@ -516,8 +516,8 @@ def by_terms(mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], cal
 
 
 # -- a dropped state -----------------------------------------------------------------------------
-# An output is the sum of what the values of each token before it add. So a call whose values are 0 but in a few tokens
-# tells whether these reach an output at all, whatever the rule by which a kernel drops a state.
+# An output is a sum over the values of the tokens before it. So a call whose values are 0 except in a few tokens tells
+# whether these reach an output at all, whatever the rule by which a kernel drops a state.
 STRONG = WEAK_HEAD, *TURNS  # gates that are strong, but not for all that a state holds
 SPANS = 8  # of a sub-chunk's tokens each, before the first wrong output, which share its error
 
