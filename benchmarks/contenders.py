@@ -74,6 +74,14 @@ def ours(mechanism: str, entry: str, **fields) -> None:
     contender(mechanism, name=entry, entry=entry, **fields)(form(mechanism, entry))
 
 
+def chosen(mechanism: str, option: str, *values: str) -> None:
+    """Register the kernel that "triton" plans for each value of an option, as triton_VALUE."""
+    for value in values:
+        options = {option: value}
+        call = form(mechanism, "triton", **options)
+        contender(mechanism, name=f"triton_{value}", named=True, entry="triton", options=options)(call)
+
+
 def looped(mechanism: str, name: str, call: Callable, **fields) -> None:
     """Register what serving code without packing does: one call a sequence."""
 
@@ -139,10 +147,7 @@ page("softmax_attention", directions=("forward",))(function("gla_ref.pages.flash
 ours("linear_attention", "triton")
 ours("linear_attention", "triton_materialised", packed=False)
 looped("linear_attention", "triton_loop", form("linear_attention", "triton"))
-for path in ("fused", "segmented"):
-    contender("linear_attention", name=f"triton_{path}", named=True, entry="triton", options={"path": path})(
-        form("linear_attention", "triton", path=path)
-    )
+chosen("linear_attention", "path", "fused", "segmented")
 ours("simple_gla", "triton")
 
 
@@ -187,8 +192,7 @@ page("linear_attention", name="page_segments", columns=128, few=True, directions
 # gated linear attention
 
 ours("gla", "triton")
-for kernel in ("portable", "hopper"):  # "triton" is one of them
-    ours("gla", f"triton_{kernel}", named=True, options={"kernel": kernel})
+chosen("gla", "kernel", "portable", "hopper")
 
 
 chunk_fuse = function("gla_ref.kernels.exhibits.gla_chunk_fuse", "gla_chunk_fuse")
@@ -318,10 +322,7 @@ for mechanism, module, op, kernels, options in (
     ("kda", "fla.ops.kda", "chunk_kda", ("portable", "hopper"), {"safe_gate": True}),  # gates in [-5, 0]
 ):
     ours(mechanism, "triton")
-    for kernel in kernels:
-        contender(mechanism, name=f"triton_{kernel}", named=True, entry="triton", options={"kernel": kernel})(
-            form(mechanism, "triton", kernel=kernel)
-        )
+    chosen(mechanism, "kernel", *kernels)
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op, **options)))
 body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
 page("gated_delta_rule", directions=("forward",))(body)
@@ -355,7 +356,7 @@ def flashinfer_gdn(case, q, k, v, g, beta, **_):
     return chunk_gated_delta_rule(*flat, alpha, beta, cu_seqlens=ends).unflatten(0, (case.B, case.T))
 
 
-body, gates = function("gla_ref.pages.kda", "kda"), ("weak", "middle", "strong", "copies")
+body, gates = function("gla_ref.pages.kda", "kda"), ("weak", "middle", "strong", "trained", "copies")
 page("kda", gates=gates, directions=("forward",))(body)
 
 

@@ -217,6 +217,18 @@ assert tool.fingerprint(launch, 90) != mark
 tool.LIMIT = 1
 marks, left = tool.changed(90, [name], set())
 assert len(marks[name]) == 1 and left > 0
+every = tool.distinct(90, [*tool.CASES])
+kinds = tool.distinct(90, [*tool.CASES], kinds=True)
+kernels = lambda found: {(x.kernel, x.given("REVERSE")) for own in found.values() for x in own.values()}
+assert kernels(kinds) == kernels(every) and sum(map(len, kinds.values())) < sum(map(len, every.values())) / 2
+tool.LAUNCHES = tool.Path("none.json")
+sys.argv[1:] = ["--changed", "--arch", "90"]
+try:
+    tool.main()
+except SystemExit as error:
+    assert str(error).startswith("none.json: expected launches for sm_90"), error
+else:
+    raise AssertionError("compared with nothing")
 """
 
 

@@ -280,7 +280,7 @@ def c_function(launch: Callable) -> Callable | None:
 
 
 def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[list], None] | None:
-    """Return a launch through the C function that Triton's launcher calls, in half of the time (lab/host.md).
+    """Return a launch through the C function that Triton's launcher calls, in half of the time (lab/calls.md).
 
     Return None for releases of Triton that are not in DIRECT. While a profiler counts launches, the function that
     `plain` makes launches the kernel.
