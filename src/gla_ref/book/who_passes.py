@@ -23,6 +23,8 @@ REASONS = {  # what a function refuses, by a part of its message
     "shared memory": "wide heads",
     "Backward pass": "any gradient",
     "scale must be positive": "a scale of 0 or less",
+    "no kernel found": "tensors whose rows are apart in memory",
+    "not correctly aligned": "tensors at addresses off 16 bytes",
     "'NoneType' object": "gradients where the state needs none",
 }
 SIZES = "K or V"  # how a reason begins that today's claims exclude; a record may be older than the claim
