@@ -110,7 +110,7 @@ def test_language_has_baselines(place):
     assert 0 < found["loss"] < math.log(256) and 0 < found["bits a byte"] < found["chance"] <= 8
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", [*MIXERS, ("gla", "softmax")])
 @torch.no_grad()
 def test_a_state_has_as_many_numbers_as_it_is_said_to(mixer):
     for conv in (False, True):

@@ -188,13 +188,17 @@ class Cache(NamedTuple):
 
 
 class SoftmaxAttention(Mixer):
-    """Softmax attention with rotary positions, as in LLaMA.
+    """Softmax attention with rotary positions, as in LLaMA; `Config.qk_norm` normalises queries and keys before them.
 
     The mixer of a Transformer++. Its state, a cache, grows with every token.
     """
 
     def __init__(self, config: Config):
         super().__init__(config, config.hidden_size, config.hidden_size)
+        self.normalised = config.qk_norm
+        if self.normalised:
+            D = config.hidden_size // self.heads
+            self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=config.norm_eps) for _ in "qk")
 
     def forward(
         self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
@@ -207,9 +211,12 @@ class SoftmaxAttention(Mixer):
         if pieces is not None:
             raise ValueError(
                 "mixer: expected one with a state, whose sequences can be split over ranks "
-                f"({', '.join(name for name in MIXERS if name != 'softmax')}), got 'softmax'"
+                f"({', '.join(name for name in MIXERS if name != 'softmax')}), got 'softmax' in layer {self.layer}"
             )
         (q, k, v), conv = self.project(x, state.conv, cu_seqlens)
+        if self.normalised:  # in the precision of the norms' weights, under autocast too
+            norms = (self.q_norm, q), (self.k_norm, k)
+            q, k = (norm(y.to(norm.weight.dtype)).to(v.dtype) for norm, y in norms)
         cache: Cache | None = state.S
         if cache is not None and (cache.cu_seqlens is not None or cu_seqlens is not None):
             o, cache = self.ragged(q, k, v, cache, cu_seqlens)
