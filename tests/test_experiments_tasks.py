@@ -138,7 +138,7 @@ def test_language_models_start_equally_quiet():
     added = {}
     for mixer in language.Settings().mixers:
         torch.manual_seed(0)
-        model, seen = LanguageModel(language.model_of("10M", mixer, 512, use_short_conv=mixer != "softmax")), []
+        model, seen = LanguageModel(language.model_of("10M", mixer, 512)), []
         for block in model.model.layers:
             block.attn.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out[0].square().mean()))
         tokens = torch.randint(512, (1, 128))

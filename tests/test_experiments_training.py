@@ -19,7 +19,7 @@ from gla_ref.models import layer as layer_module
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name, pattern", [("mqar", "main/gla/16/"), ("language", "main/tiny/gla-conv")])
+@pytest.mark.parametrize("name, pattern", [("mqar", "main/gla/"), ("language", "main/tiny/gla")])
 def test_a_compiled_loss_learns_the_same(name, pattern, place, tmp_path, monkeypatch):
     run = fixed(next(run for run in tiny(name) if run.name.startswith(pattern)))
     plain = EXPERIMENTS[name].carry_out(run, place)
@@ -42,7 +42,7 @@ def test_a_compiled_loss_learns_the_same(name, pattern, place, tmp_path, monkeyp
 @pytest.mark.deep
 def test_every_run_of_a_process_is_compiled(place, tmp_path, monkeypatch):
     """PyTorch gives up without a word at its limit of recompilations: here after one model instead of eight."""
-    run = fixed(next(run for run in tiny("mqar") if run.name.startswith("main/gla/16/")))
+    run = fixed(next(run for run in tiny("mqar") if run.name.startswith("main/gla/")))
     graphs, torch_compile = [], torch.compile
 
     def backend(graph, inputs):
@@ -148,7 +148,7 @@ def test_strong_chunks_are_those_of_the_kernels():
     assert gla_forward.LIMIT[torch.bfloat16] == trained_gates.STRONG
 
 
-@pytest.mark.parametrize("name", ["mqar", "language", "ablations"])
+@pytest.mark.parametrize("name", ["mqar", "language"])
 def test_results_say_what_their_gates_do(name, place, tmp_path):
     run = fixed(next(run for run in tiny(name) if run.model.mixer == "gla"))
     record = do(run, place, tmp_path / "records.json")

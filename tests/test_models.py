@@ -599,7 +599,7 @@ WRONG = [
     ("mixer", ("gla", "gla", "softmax"), ValueError),
     ("mixer", ["gla", "softmax"], ValueError),
     ("qk_norm", 1, TypeError),
-    ("head_norm", None, ValueError),
+    ("head_norm", None, TypeError),
     ("expand_k", 0.3, ValueError),
     ("expand_k", 0.30001, ValueError),
     ("expand_v", float("inf"), ValueError),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -25,7 +24,7 @@ __all__ = ["Task", "compile_parts", "share_of_rate", "train"]
 
 POINTS = 50  # of a curve
 LEARNED = 0.98  # share of the loss without learning: a model above it is at chance
-PROGRESS, PARTS = ("step", "seconds", "curve", "evaluations", "diverged"), ("model", "optimizer", "scheduler")
+PROGRESS, PARTS = ("step", "seconds", "curve", "norms", "evaluations", "diverged"), ("model", "optimizer", "scheduler")
 SAVED = {*PROGRESS, *PARTS, "total", "rng", "cuda_rng", "fingerprint"}  # in a checkpoint
 
 
@@ -94,7 +93,8 @@ def train(run: Run, task: Task, place: Place) -> dict | None:
 
     Returns:
         None where the deadline came first: the checkpoint is written then, and the same call goes on. Else
-        "curve": [steps done, mean loss since the last point], ...; "evaluations": a "step" and what the task says, ...;
+        "curve": [steps done, mean loss since the last point], ...; "norms": mean norms of the gradient, likewise;
+        "evaluations": a "step" and what the task says, ...;
         "diverged": whether the loss stopped being a number; "seconds": of training and evaluation; "compiled": whether
         by torch.compile; "learning rate"; "parameters"; "state", its size in numbers; "baselines"; "data", which part
         was evaluated; "at chance", whether the loss ends where that of a model without any learning is.
@@ -121,9 +121,11 @@ class _Trainer:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.file = run.file(place.folder, ".pt")
         self.step, self.seconds = 0, 0.0
-        self.curve, self.evaluations, self.diverged = [], [], False
+        self.curve, self.norms, self.evaluations, self.diverged = [], [], [], False
         self.baselines = task.baselines()
-        self.total = torch.zeros((), device=device)  # losses since the curve's last point: reading one waits for a GPU
+        self.total = torch.zeros(
+            2, device=device
+        )  # loss and norm since the curve's last point: a GPU is waited for there
         self.objective = task.objective(model)
         if place.compile:
             torch.compiler.reset()  # it stops compiling, unseen, after eight models in one process
@@ -188,6 +190,7 @@ class _Trainer:
         clock()
         return {
             "curve": self.curve,
+            "norms": self.norms,
             "evaluations": self.evaluations,
             "diverged": self.diverged,
             "seconds": round(self.seconds, 3),
@@ -197,12 +200,8 @@ class _Trainer:
             "state": self.run.model.state_size(self.task.T),
             "baselines": self.baselines,
             "data": self.task.part,
-            "at chance": self.diverged or self.at_chance(self.curve[-1][1]),
+            "at chance": self.diverged or self.curve[-1][1] >= LEARNED * self.baselines["loss"],
         }
-
-    def at_chance(self, loss: float) -> bool:
-        """Whether a loss is that of a model which has learned nothing."""
-        return loss >= LEARNED * self.baselines["loss"]
 
     def one(self) -> None:
         """One step, and what is due behind it."""
@@ -210,25 +209,19 @@ class _Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=training.precision == "bf16"):
             loss = self.task.loss(self.objective, self.step)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), training.clip)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), training.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
-        self.total += loss.detach()
+        self.total += torch.stack([loss.detach(), norm])
         self.step += 1
         before, point = ((n * POINTS) // training.steps for n in (self.step - 1, self.step))
         if point > before or self.step == training.steps:
             since = self.step - (self.curve[-1][0] if self.curve else 0)
-            mean = self.total.item() / since
+            mean, norm = (self.total / since).tolist()
             self.diverged = not math.isfinite(mean)
-            third = training.steps / 3
-            if self.step >= third > self.step - since and not self.diverged and self.at_chance(mean):
-                print(
-                    f"{self.run.name}: at chance after a third of its steps: its loss is {mean:.3f}, "
-                    f"{self.baselines['loss']:.3f} without any learning",
-                    file=sys.stderr,
-                )
             self.curve.append([self.step, None if self.diverged else mean])  # JSON knows no NaN
+            self.norms.append([self.step, norm if math.isfinite(norm) else None])
             self.total.zero_()
         before, now = ((n * training.evaluations) // training.steps for n in (self.step - 1, self.step))
         if now > before and not self.diverged:

@@ -8,8 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from types import NoneType
+from typing import NewType, get_args, get_origin, get_type_hints
 
-__all__ = ["Config"]
+__all__ = ["Config", "check_fields"]
+
+Negative = NewType("Negative", float)
 
 MIXERS = ("softmax", "linear", "retnet", "scalar", "mamba2", "gla", "gated_delta", "kda")  # classes: mixers.py
 # fields of fla's files that we ignore: settings that change no result, and bookkeeping of transformers
@@ -80,7 +84,7 @@ class Config:
     expand_v: float = 1.0
     gate_rank: int = 16
     tau: float = 16.0
-    lower_bound: float | None = None
+    lower_bound: Negative | None = None
     head_norm: str = "rms"
     use_short_conv: bool = False
     conv_size: int = 4
@@ -93,8 +97,7 @@ class Config:
     output_range: float | None = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            self._check_kind(field.name, field.type)
+        check_fields(self)
         hybrid = isinstance(self.mixer, tuple)
         if hybrid and len(self.mixer) != self.num_hidden_layers:
             raise ValueError(f"mixer: expected one for each of {self.num_hidden_layers} layers, got {self.mixer!r}")
@@ -113,22 +116,6 @@ class Config:
                 raise ValueError(
                     f"{name}: expected hidden_size * {name} a multiple of num_heads = {self.num_heads}, got {width:g}"
                 )
-
-    def _check_kind(self, name: str, kind: str) -> None:
-        """Check that numbers are positive (a bound negative) and finite, integers are integers, switches are bool."""
-        x = getattr(self, name)
-        if kind.endswith("| None") and x is None or kind.startswith("str"):
-            return
-        if kind == "bool":
-            if not isinstance(x, bool):
-                raise TypeError(f"{name}: expected True or False, got {x!r}")
-            return
-        kinds, words = ((int, float), "number") if kind.startswith("float") else (int, "integer")
-        sign, word = (-1, "negative") if name == "lower_bound" else (1, "positive")
-        if isinstance(x, bool) or not isinstance(x, kinds):
-            raise TypeError(f"{name}: expected a {word} {words}, got {x!r}")
-        if not 0 < sign * x < math.inf:
-            raise ValueError(f"{name}: expected a {word} {words}, got {x!r}")
 
     @property
     def key_size(self) -> int:
@@ -205,3 +192,39 @@ def softmax_of_fla(layers: list[int], heads: int) -> dict:
     """fla's field `attn`, which makes these layers of a model softmax attention, as ours is."""
     heads = {"num_heads": heads, "num_kv_heads": heads}
     return {"layers": layers, **heads, "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
+
+
+KINDS = {int: "a positive integer", float: "a positive number", Negative: "a negative number"}
+KINDS |= {str: "text", bool: "True or False"}
+
+
+def check_fields(settings) -> None:
+    """Hold a dataclass against its annotations: a key of KINDS, a tuple of such kinds, or one of these `| None`.
+
+    Numbers are finite and tuples are not empty. Fields of other kinds are not looked at.
+
+    Raises:
+        TypeError, ValueError: a field does not fit; the message names it.
+    """
+    for name, kind in get_type_hints(type(settings)).items():
+        _check_value(name, kind, getattr(settings, name))
+
+
+def _check_value(name: str, kind, x) -> None:
+    first, *rest = get_args(kind) or (None,)
+    if NoneType in rest:
+        if x is not None:
+            _check_value(name, first, x)
+    elif get_origin(kind) is tuple:
+        if not isinstance(x, tuple) or (rest != [...] and len(x) != len(rest) + 1):
+            raise TypeError(f"{name}: expected {'a tuple' if rest == [...] else 'pairs'}, got {x!r}")
+        if not x:
+            raise ValueError(f"{name}: expected at least one element, got ()")
+        for y in x:
+            _check_value(name, first, y)
+    elif kind in KINDS:
+        number = kind in (float, Negative)
+        if not isinstance(x, (int, float) if number else kind) or isinstance(x, bool) != (kind is bool):
+            raise TypeError(f"{name}: expected {KINDS[kind]}, got {x!r}")
+        if (number or kind is int) and not 0 < (-x if kind is Negative else x) < math.inf:
+            raise ValueError(f"{name}: expected {KINDS[kind]}, got {x!r}")

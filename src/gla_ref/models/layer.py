@@ -86,12 +86,9 @@ class Mixer(nn.Module):
     Called as `y, state = mixer(x, state, cu_seqlens, pieces)`: x and y `[B, T, d]`; a state is a
     :class:`LayerState`, by default that of nothing before; `cu_seqlens` is as in all forms. With `pieces` x is one
     rank's piece of sequences that start on the first rank (:class:`gla_ref.over_ranks.pieces.Pieces`).
-
-    Attributes:
-        layer: the mixer's place in a model, for messages.
     """
 
-    layer: int | None = None
+    layer: int | None = None  # its place in a model, for messages
 
     def __init__(self, config: Config, key_size: int, value_size: int):
         super().__init__()

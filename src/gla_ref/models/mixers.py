@@ -223,9 +223,12 @@ class SoftmaxAttention(Mixer):
         else:
             T, before = x.shape[1], 0 if cache is None else cache.k.shape[1]
             t = torch.arange(T, device=x.device) + before if cu_seqlens is None else places(cu_seqlens, T)
-            past = None if cache is None else (cache.k, cache.v)
-            qkv = rotate(q, t), rotate(k, t), v
-            o, (k, v) = attend("softmax_attention", *qkv, initial_state=past, cu_seqlens=cu_seqlens)
+            q, k, past = rotate(q, t), rotate(k, t), None if cache is None else (cache.k, cache.v)
+            if T == 1 and past:  # one query sees all keys: PyTorch shares these out among a GPU's multiprocessors
+                k, v = (torch.cat(pair, 1) for pair in zip(past, (k, v), strict=True))
+                o = dot_product_attention(q, k, v)
+            else:
+                o, (k, v) = attend("softmax_attention", q, k, v, initial_state=past, cu_seqlens=cu_seqlens)
             cache = Cache(k, v, cu_seqlens)
         return self.o_proj(o.flatten(2)), LayerState(cache, conv)
 
@@ -246,9 +249,13 @@ class SoftmaxAttention(Mixer):
         q, k = (rotate(y, place[mine]) for y in new[:2])
         k, v = (torch.cat([a, b], 1)[:, order] for a, b in ((old[0], k), (old[1], new[2])))
         seen = (owner[mine, None] == owner) & (place[mine, None] >= place)
-        heads_first = [y.transpose(1, 2) for y in (q, k, v)]
-        o = F.scaled_dot_product_attention(*heads_first, attn_mask=seen).transpose(1, 2)
-        return o.reshape(shape), Cache(k, v, cu)
+        return dot_product_attention(q, k, v, seen).reshape(shape), Cache(k, v, cu)
+
+
+def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """PyTorch's softmax attention of q `[B, T, H, D]` with the keys that a mask `[T, S]` leaves, None: with all."""
+    heads_first = (y.transpose(1, 2) for y in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=seen).transpose(1, 2)
 
 
 def packed(*tensors_and_cu: Tensor | None) -> tuple[Tensor, ...]:

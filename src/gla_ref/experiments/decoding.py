@@ -1,0 +1,116 @@
+"""What a token costs while a model writes: memory and milliseconds, after texts of three lengths (chapter 19).
+
+Prices depend on sizes alone, so weights are random, and the state after T tokens is that after one token with its cache
+repeated. A step gives every sequence one more token; its time is that of a call from Python ("ms") and that of its
+kernels ("gpu ms"). "copies" among these put an old cache and a new token into new memory, as no call changes the state
+that it is given: a library that leaves room in its cache saves them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from ..models import LanguageModel
+from ..models.config import check_fields
+from ..models.mixers import Cache
+from .language import SIZES, model_of
+from .runs import Place, Run, check_mixers
+
+__all__ = ["Settings", "carry_out", "runs"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The models to time.
+
+    Attributes:
+        mixers, size: as in :mod:`gla_ref.experiments.language`.
+        lengths: tokens before the first step.
+        tokens: sequences that a step gives one token each.
+        steps: that are timed.
+    """
+
+    mixers: tuple[str, ...] = ("softmax", "retnet", "mamba2", "gla", "gated_delta", "kda", "gla+softmax", "kda+softmax")
+    size: str = "40M"
+    lengths: tuple[int, ...] = (2048, 32768, 262144)
+    tokens: int = 8
+    steps: int = 20
+
+    def __post_init__(self):
+        check_fields(self)
+        check_mixers(self.mixers)
+        if self.size not in SIZES:
+            raise ValueError(f"size: expected one of {', '.join(SIZES)}, got {self.size!r}")
+
+    @classmethod
+    def full(cls) -> Settings:
+        """A minute on a GPU."""
+        return cls()
+
+    @classmethod
+    def tiny(cls) -> Settings:
+        """Seconds on a CPU, to see that it runs."""
+        return cls(mixers=("gla", "gla+softmax"), size="tiny", lengths=(8, 32), tokens=2, steps=2)
+
+
+def runs(settings: Settings, seeds: int) -> list[Run]:
+    """One for every mixer and length, however many seeds: prices have none."""
+    s, found = settings, []
+    for mixer, T in product(s.mixers, s.lengths):
+        about = {"stage": "main", "mixer": mixer, "size": s.size, "T": T, "seed": 0}
+        found.append(Run("decoding", f"main/{mixer}/{T}", about, s, model_of(s.size, mixer, 8192), None, s.tokens))
+    return found
+
+
+@torch.no_grad()
+def carry_out(run: Run, place: Place) -> dict:
+    """Time a model's steps; weights and cache are bfloat16 on a GPU."""
+    device, steps = torch.device(place.device), run.settings.steps
+    gpu = device.type == "cuda"
+    model = LanguageModel(run.model).to(device, torch.bfloat16 if gpu else torch.float32)
+    token = torch.zeros(run.tokens, 1, dtype=torch.int64, device=device)
+    _, state = model(token)
+    state = [layer._replace(S=repeated(layer.S, run.about["T"])) for layer in state]
+    record = {
+        name: sum(x.nbytes for x in xs) for name, xs in (("weights", model.parameters()), ("state", tensors(state)))
+    }
+
+    def step(times: int) -> float:
+        """Milliseconds of a step, each after the one before."""
+        nonlocal state
+        began = time.perf_counter()
+        for _ in range(times):
+            _, state = model(token, state=state)
+        if gpu:
+            torch.cuda.synchronize(device)
+        return 1e3 * (time.perf_counter() - began) / times
+
+    step(3)  # kernels are made
+    record |= {"ms": step(steps), "gpu ms": None, "copies": None}
+    if gpu:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            step(steps)
+        events = seen.key_averages()
+        kernels = [e.self_device_time_total for e in events if e.device_type == DeviceType.CUDA]
+        copies = [e.self_device_time_total for e in events if e.key == "aten::cat"]
+        record |= {"gpu ms": sum(kernels) / 1e3 / steps, "copies": sum(copies) / 1e3 / steps}
+        record |= {"peak": torch.cuda.max_memory_allocated(device)}
+    return record
+
+
+def repeated(S, T: int):
+    """A state that does not grow as it is, and the cache of one token as that of T."""
+    return Cache(*(x.repeat(1, T, 1, 1) for x in S[:2]), None) if isinstance(S, Cache) else S
+
+
+def tensors(state) -> list[torch.Tensor]:
+    """All tensors of a state."""
+    if isinstance(state, list | tuple):
+        return [x for part in state for x in tensors(part)]
+    return [] if state is None else [state]
