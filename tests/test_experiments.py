@@ -62,7 +62,8 @@ def test_the_command(place, tmp_path, capfd):
     assert main(call) == 0 and "1 runs, 1 done before" in capfd.readouterr().out
     other = [*call, "--set", "steps=3"]
     assert main([*other, "--minutes", "1e-9"]) == 3 and main(other) == 0
-    assert main([*call, "--set", "corpus=texts"]) == 1 and "texts: expected texts.pt" in capfd.readouterr().err
+    elsewhere = ["language", "--preset", "tiny", "--texts", str(tmp_path), *where[:4], "--only", "rate/softmax/*"]
+    assert main(elsewhere) == 1 and "texts: expected texts.pt" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,6 @@ def test_the_command(place, tmp_path, capfd):
         (["mqar", "--set", "mixers=('gla', 'rwkv')"], "mixers: expected some of"),
         (["mqar", "--only", "nothing"], "--only: expected patterns"),
         (["mqar", "--device", "cuda"], "--device: expected a GPU"),
-        (["language", "--set", "corpus=../x"], "corpus: expected one of texts, speeches, got '../x'"),
         (["mqar", "--records", "/dev/null/r.json"], "results: expected a place to write /dev/null/r.json"),
         (["mqar", "--records", __file__], "results: expected JSON"),
         (["mqar", "--save-every", "0"], "expected a positive number, got 0"),

@@ -99,10 +99,9 @@ def run(args: argparse.Namespace) -> int:
 def prepare(args: argparse.Namespace) -> int:
     """Make the files of tokens."""
     documents = [*texts.linux_doc(args.linux_doc), *texts.gcide(args.gcide), *texts.sotu(args.sotu)]
-    for name, corpus in texts.prepare(documents, args.out, args.vocab_size).items():
-        held = int((corpus.held).sum())
-        size, raw = len(corpus.tokens), int(corpus.bytes.sum())
-        print(f"{name}: {len(corpus.ends)} documents, {held} held out, {raw} bytes, {size} tokens")
+    corpus = texts.prepare(documents, args.out, args.vocab_size)
+    held, size, raw = int(corpus.held.sum()), len(corpus.tokens), int(corpus.bytes.sum())
+    print(f"{len(corpus.ends)} documents, {held} held out, {raw} bytes, {size} tokens")
     return 0
 
 

@@ -56,8 +56,8 @@ def with_trials(
         for seed in range(seeds):
             one = {"stage": "main", **about, "seed": seed}
             main.append(Run(experiment, f"main/{name}/seed{seed}", one, s, model, training, s.tokens))
-        trial = replace(main[-1], about={**one, "stage": "rate", "seed": SEED})
-        trial = replace(trial, training=replace(training, evaluations=1))
+        tried = {**one, "stage": "rate", "seed": SEED}
+        trial = replace(main[-1], about=tried, training=replace(training, evaluations=1))
         first.setdefault(about["group"], [_trial(trial, rate) for rate in sorted(set(s.rates))])
     return [*chain(*first.values()), *main]
 
@@ -126,5 +126,4 @@ def trained(run: Run, task: Task, place: Place) -> dict | None:
     rate = choice.rate * run.about.get("rate factor", 1.0)
     record = train(replace(run, training=replace(run.training, learning_rate=rate)), task, place)
     losses = {f"{r:g}": x for r, x in choice.losses.items()}
-    chosen = {"rate": choice.rate, "losses": losses, "edge": choice.edge, "learned": choice.learned}
-    return record and {**record, "choice": chosen}
+    return record and {**record, "choice": {**vars(choice), "losses": losses}}

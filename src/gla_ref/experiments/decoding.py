@@ -1,9 +1,8 @@
 """What a token costs while a model writes: memory and milliseconds, after texts of three lengths (chapter 19).
 
-Prices depend on sizes alone, so weights are random, and the state after T tokens is that after one token with its cache
-repeated. A step gives every sequence one more token; its time is that of a call from Python ("ms") and that of its
-kernels ("gpu ms"). "copies" among these put an old cache and a new token into new memory, as no call changes the state
-that it is given: a library that leaves room in its cache saves them.
+Prices depend on sizes alone, so weights are random, and the state after T tokens is that after one with its cache
+repeated. A step gives every sequence a token; "ms" is the time of a call from Python, "gpu ms" that of its kernels, and
+"copies" that of those which copy a cache, as no call changes the state it is given: room in a cache would save them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ..models import LanguageModel
-from ..models.config import check_fields
+from ..models.language_model import parts
 from ..models.mixers import Cache
 from .language import SIZES, model_of
-from .runs import Place, Run, check_mixers
+from .runs import Place, Run, check_settings
 
 __all__ = ["Settings", "carry_out", "runs"]
 
@@ -43,8 +42,7 @@ class Settings:
     steps: int = 20
 
     def __post_init__(self):
-        check_fields(self)
-        check_mixers(self.mixers)
+        check_settings(self)
         if self.size not in SIZES:
             raise ValueError(f"size: expected one of {', '.join(SIZES)}, got {self.size!r}")
 
@@ -76,10 +74,11 @@ def carry_out(run: Run, place: Place) -> dict:
     model = LanguageModel(run.model).to(device, torch.bfloat16 if gpu else torch.float32)
     token = torch.zeros(run.tokens, 1, dtype=torch.int64, device=device)
     _, state = model(token)
-    state = [layer._replace(S=repeated(layer.S, run.about["T"])) for layer in state]
-    record = {
-        name: sum(x.nbytes for x in xs) for name, xs in (("weights", model.parameters()), ("state", tensors(state)))
-    }
+    for i, layer in enumerate(state):
+        if isinstance(layer.S, Cache):  # others do not grow
+            state[i] = layer._replace(S=Cache(*(x.repeat(1, run.about["T"], 1, 1) for x in layer.S[:2]), None))
+    owned = [x for layer, own in zip(state, run.model.layers(), strict=True) for _, x, _ in parts(layer, own)]
+    record = {name: sum(x.nbytes for x in xs) for name, xs in (("weights", model.parameters()), ("state", owned))}
 
     def step(times: int) -> float:
         """Milliseconds of a step, each after the one before."""
@@ -102,15 +101,3 @@ def carry_out(run: Run, place: Place) -> dict:
         record |= {"gpu ms": sum(kernels) / 1e3 / steps, "copies": sum(copies) / 1e3 / steps}
         record |= {"peak": torch.cuda.max_memory_allocated(device)}
     return record
-
-
-def repeated(S, T: int):
-    """A state that does not grow as it is, and the cache of one token as that of T."""
-    return Cache(*(x.repeat(1, T, 1, 1) for x in S[:2]), None) if isinstance(S, Cache) else S
-
-
-def tensors(state) -> list[torch.Tensor]:
-    """All tensors of a state."""
-    if isinstance(state, list | tuple):
-        return [x for part in state for x in tensors(part)]
-    return [] if state is None else [state]

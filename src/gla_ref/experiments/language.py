@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from ..models import Config
-from ..models.config import check_fields
 from . import texts
 from ._rates import trained, with_trials
-from .runs import Place, Run, check_mixers, dice, mixer_of, quiet_start, start_of
+from .runs import Place, Run, check_settings, dice, mixer_of, quiet_start, start_of
 from .trained_gates import gates_of
 from .training import Task
 
@@ -69,8 +68,7 @@ class Settings:
     """The mixers to compare, and their training.
 
     Attributes:
-        corpus: "texts" or "speeches" of :mod:`gla_ref.experiments.texts`.
-        vocab_size: tokens of that corpus.
+        vocab_size: tokens of the corpus (:mod:`gla_ref.experiments.texts`).
         mixers: keys of :data:`gla_ref.models.mixers.MIXERS` or :data:`gla_ref.experiments.runs.HYBRIDS`.
         sizes: keys of :data:`SIZES`; learning rates are chosen at the first.
         changes: keys of :data:`CHANGES`; None: no changes.
@@ -81,7 +79,6 @@ class Settings:
         precision: "bf16" or "fp32" in training.
     """
 
-    corpus: str = "texts"
     vocab_size: int = 8192
     mixers: tuple[str, ...] = ("softmax", "retnet", "mamba2", "gla", "gated_delta", "kda", "gla+softmax", "kda+softmax")
     sizes: tuple[str, ...] = ("10M", "40M")
@@ -93,16 +90,11 @@ class Settings:
     precision: str = "bf16"
 
     def __post_init__(self):
-        check_fields(self)
-        check_mixers(self.mixers)
-        texts.check_corpus(self.corpus)
+        check_settings(self)
         for field, known in (("sizes", SIZES), ("changes", CHANGES)):
             for name in getattr(self, field) or ():
                 if name not in known:
                     raise ValueError(f"{field}: expected some of {', '.join(known)}, got {name!r}")
-        for name in self.changes or ():
-            if CHANGES[name].base not in self.mixers:
-                raise ValueError(f"changes: expected {name} beside the mixer {CHANGES[name].base}, got {self.mixers}")
         if self.tokens < self.T:
             raise ValueError(f"tokens: expected at least one sequence of T = {self.T}, got {self.tokens}")
 
@@ -113,10 +105,10 @@ class Settings:
 
     @classmethod
     def tiny(cls) -> Settings:
-        """Seconds on a CPU, on bytes, to see that it runs."""
+        """Seconds on a CPU, to see that it runs."""
         return cls(
-            corpus="speeches", vocab_size=256, mixers=("gla", "softmax"), sizes=("tiny",),
-            changes=("rank-4", "softmax-plain"), T=16, tokens=64, steps=6, rates=(1e-2,), precision="fp32",
+            mixers=("gla", "softmax"), sizes=("tiny",), changes=("rank-4", "softmax-plain"), T=16, tokens=64, steps=6,
+            rates=(1e-2,), precision="fp32",
         )  # fmt: skip
 
 
@@ -130,7 +122,7 @@ class Language(Task):
     """
 
     def __init__(self, settings, seed: int, place: Place, part: str = "test"):
-        corpus = texts.load(place.texts, settings.corpus)
+        corpus = texts.load(place.texts)
         if corpus.vocab_size > settings.vocab_size:
             raise ValueError(
                 f"vocab_size: expected at least the {corpus.vocab_size} of the corpus, got {settings.vocab_size}"

@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..models import Config, LanguageModel
-from ..models.config import check_fields
 from ._rates import trained, with_trials
-from .runs import Place, Run, check_mixers, dice, mixer_of, start_of
+from .runs import Place, Run, check_settings, dice, mixer_of, start_of
 from .trained_gates import gates_of
 from .training import Task
 
@@ -73,8 +72,7 @@ class Settings:
     precision: str = "bf16"
 
     def __post_init__(self):
-        check_fields(self)
-        check_mixers(self.mixers)
+        check_settings(self)
         for T, pairs in self.lengths:
             least = 2 * pairs + 2 * self.writes(pairs)
             if T < least or T % 2:

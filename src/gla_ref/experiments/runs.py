@@ -15,7 +15,7 @@ import torch
 from ..models import MIXERS, Config
 from ..models.config import check_fields
 
-__all__ = ["HYBRIDS", "Place", "Run", "Training", "check_mixers", "dice", "mixer_of", "quiet_start", "start_of"]
+__all__ = ["HYBRIDS", "Place", "Run", "Training", "check_settings", "dice", "mixer_of", "quiet_start", "start_of"]
 
 #: models with two mixers, three layers of the first to one of the second
 #:
@@ -104,7 +104,7 @@ class Place:
         save_every: seconds between checkpoints.
         texts: folder of prepared texts, which two experiments need.
         records: earlier records of the experiment.
-        progress: is told (done, total) after every step; None: nobody is.
+        progress: is told (done, total) after every step.
         interrupt: its `value` says whether a signal asked for an end; None: none can.
         compile: whether models and losses go through torch.compile in training.
     """
@@ -115,7 +115,7 @@ class Place:
     save_every: float = 60.0
     texts: Path | None = None
     records: tuple[dict, ...] = ()
-    progress: Callable[[int, int], None] | None = None
+    progress: Callable[[int, int], None] = lambda done, total: None
     interrupt: object = None
     compile: bool = False
 
@@ -125,23 +125,24 @@ class Place:
             return True
         return self.deadline is not None and time.time() >= self.deadline
 
-    def tell(self, done: int, total: int) -> None:
-        """Report progress to whoever wants it."""
-        if self.progress:
-            self.progress(done, total)
 
-
-def check_mixers(names: tuple[str, ...]) -> None:
-    """Check names of mixers and hybrids."""
-    for name in names:
-        if name not in {**MIXERS, **HYBRIDS}:
-            raise ValueError(f"mixers: expected some of {', '.join([*MIXERS, *HYBRIDS])}, got {name!r}")
+def check_settings(settings) -> None:
+    """Check an experiment's settings: every field by its annotation, and the names of mixers."""
+    check_fields(settings)
+    for name in settings.mixers:
+        mixer_of(name, 1)
 
 
 def mixer_of(name: str, layers: int) -> str | tuple[str, ...]:
-    """A mixer, or those of a hybrid's layers: each fourth one differs, and the last one where there are fewer."""
-    if name not in HYBRIDS:
+    """A mixer, or those of a hybrid's layers: each fourth one differs, and the last one where there are fewer.
+
+    Raises:
+        ValueError: there is no such mixer or hybrid.
+    """
+    if name in MIXERS:
         return name
+    if name not in HYBRIDS:
+        raise ValueError(f"mixers: expected some of {', '.join([*MIXERS, *HYBRIDS])}, got {name!r}")
     most, fourth = HYBRIDS[name]
     period = min(4, layers)
     return tuple(fourth if i % period == period - 1 else most for i in range(layers))

@@ -179,7 +179,7 @@ class _Trainer:
 
         while self.step < steps and not self.diverged:
             self.one()
-            self.place.tell(self.step, steps)
+            self.place.progress(self.step, steps)
             late = self.place.is_late()
             if late or time.time() - saved_at >= self.place.save_every or self.step == steps:
                 clock()
