@@ -77,7 +77,7 @@ def carry_out(run: Run, place: Place) -> dict:
     for i, layer in enumerate(state):
         if isinstance(layer.S, Cache):  # others do not grow
             state[i] = layer._replace(S=Cache(*(x.repeat(1, run.about["T"], 1, 1) for x in layer.S[:2]), None))
-    owned = [x for layer, own in zip(state, run.model.layers(), strict=True) for _, x, _ in parts(layer, own)]
+    owned = (x for layer, own in zip(state, run.model.layers(), strict=True) for _, x, _ in parts(layer, own))
     record = {name: sum(x.nbytes for x in xs) for name, xs in (("weights", model.parameters()), ("state", owned))}
 
     def step(times: int) -> float:
@@ -93,11 +93,11 @@ def carry_out(run: Run, place: Place) -> dict:
     step(3)  # kernels are made
     record |= {"ms": step(steps), "gpu ms": None, "copies": None}
     if gpu:
+        torch.cuda.reset_peak_memory_stats(device)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
             step(steps)
-        events = seen.key_averages()
-        kernels = [e.self_device_time_total for e in events if e.device_type == DeviceType.CUDA]
-        copies = [e.self_device_time_total for e in events if e.key == "aten::cat"]
-        record |= {"gpu ms": sum(kernels) / 1e3 / steps, "copies": sum(copies) / 1e3 / steps}
-        record |= {"peak": torch.cuda.max_memory_allocated(device)}
+        each = [(e, e.self_device_time_total / 1e3 / steps) for e in seen.key_averages()]
+        kernels = sum(ms for e, ms in each if e.device_type == DeviceType.CUDA)
+        copies = sum(ms for e, ms in each if e.key == "aten::cat")
+        record |= {"gpu ms": kernels, "copies": copies, "peak": torch.cuda.max_memory_allocated(device)}
     return record
