@@ -42,7 +42,7 @@ from gla_ref.compat import libraries
 
 PEERS = (*run.PEERS, "transformers")  # whose versions a record names
 FORWARD = " forward"  # after the name of what has no backward pass, or refuses it
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SUBJECTS = [
     f"{m}.{form}"
     for m in check.MECHANISMS
@@ -228,7 +228,7 @@ def line(r: dict) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", metavar="PATTERN", help=f"of {', '.join(SUBJECTS)}")
-    parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=["bf16", "fp32"])
     parser.add_argument("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--seeds", type=int, default=1, help="0, 1, ... of the inputs; default 1")
     parser.add_argument("--seconds", type=float, default=480, help="of one check")

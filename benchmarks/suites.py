@@ -6,11 +6,14 @@ contenders.py; every contender of a case's mechanism runs on it.
 
 import math
 from dataclasses import dataclass, replace
+from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
+from gla_ref import results
 from gla_ref.mechanisms import MECHANISMS, Argument
 
 # everything that any mechanism is given, by name: what gradients are taken of
@@ -76,6 +79,18 @@ class Case:
         return f"{self.mechanism} ({self.B}, {self.T}, {heads}, {self.K}/{self.V}) {self.dtype}{gates}{packed}"
 
 
+def trained(x: Tensor) -> Tensor:
+    """Gates with the half-lives of the book's largest trained GLA: x moves a token's about its channel's."""
+    runs = results.read(results.file("nvidia-h100-80gb-hbm3-language"), "language")
+    (*_, run) = (r for r in runs if r["name"].startswith("main/40M/gla"))
+    layers = [layer["half-life"] for layer in run["evaluations"][-1]["gates"]]
+    shares = [float(share) for share in layers[0]]
+    lives = [math.log(median(layer[share] for layer in layers)) for share in layers[0]]
+    channels = (np.arange(x.shape[-1]) + 0.5) / x.shape[-1]
+    life = torch.from_numpy(np.exp(np.interp(channels, shares, lives))).to(x)
+    return -math.log(2) / life * (x / 2).exp()
+
+
 # how g [B, T, H] or [B, T, H, K] is drawn, from a standard normal x of its shape
 GATES = {
     "logsigmoid/16": lambda x: logsigmoid(x) / 16,
@@ -95,6 +110,7 @@ GATES = {
     "weak": lambda x: -5 * torch.sigmoid(x - 5),
     "middle": lambda x: -5 * torch.sigmoid(x - 2.5),
     "strong": lambda x: -5 * torch.sigmoid(x),
+    "trained": trained,
     "-20": lambda x: torch.full_like(x, -20.0),
     "1 % of chunks at -20": lambda x: torch.where(
         (torch.arange(x.shape[1], device=x.device) // 64 % 100 == 50).view(1, -1, *[1] * (x.ndim - 2)),
@@ -324,6 +340,7 @@ def kda() -> list[Case]:
     cases = [replace(case, B=B, T=T, H=H, gates=gates) for B, T, H in shapes for gates in ("weak", "middle", "strong")]
     beyond = replace(case, only=("triton", "fla_chunk_kda"))
     cases += [replace(beyond, gates=gates) for gates in ("1 % of chunks at -20", "-20")]
+    cases += [replace(case, gates="trained")]
     return [*cases, replace(case, gates="copies", directions=("forward",))]
 
 

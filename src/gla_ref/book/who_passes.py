@@ -121,20 +121,49 @@ def _cell(counts: dict | None) -> str:
 
 
 def matrix(rows: list[Row]) -> str:
-    """Return, as HTML, a row for each record that counts its cases by group, a column for each group.
+    """Return, as HTML, a row for each record: its cases by group, its seconds, its commit.
 
-    A function that refuses most cases has no row: its cells would all say the one thing that :func:`refusals` says.
+    A record without counts by group, or with refusals in most cases, has its counts in words instead.
     """
-    grouped = [row for row in rows if row.counts and row.record.get("groups") and 2 * row.counts[2] < row.counts[0]]
-    groups = list(dict.fromkeys(g for row in grouped for g in row.record["groups"]))
+    groups = list(dict.fromkeys(g for row in rows if row.record for g in row.record.get("groups", ())))
     lines = []
-    for row in grouped:
-        counts = dict(row.record["groups"])
-        if counts["scales"]["tried"] == row.record["not_covered"].get("scale"):
-            counts["scales"] = None
-        cells = "".join(f"<td>{_cell(counts.get(g))}</td>" for g in groups)
-        lines.append(f"<tr><th>{escape(row.name)}</th><td>{escape(_on(row))}</td>{cells}</tr>")
-    return _table(("function", "on", *groups), lines) if lines else ""
+    for row in rows:
+        record = row.record or {}
+        if row.counts and record.get("groups") and 2 * row.counts[2] < row.counts[0]:
+            counts = dict(record["groups"])
+            if counts["scales"]["tried"] == record["not_covered"].get("scale"):
+                counts["scales"] = None
+            cells = "".join(f"<td>{_cell(counts.get(g))}</td>" for g in groups)
+        else:
+            kind = {"wrong": "wrong", "refuses": "refused"}.get(row.verdict, "")
+            cells = f'<td colspan="{len(groups) or 1}"><span class="{kind}">{escape(_summary(row))}</span></td>'
+        compiling = f" ({record['compiling_s']:.0f})" if record.get("compiling_s") else ""
+        spent = (f"{record['seconds']:.0f}{compiling}", record["commit"][:7]) if record else ("", "")
+        cells += "".join(f"<td>{x}</td>" for x in spent)
+        name = re.sub(r"([._])", r"\1<wbr>", escape(row.name))  # a phone may break it
+        lines.append(f'<tr><th style="min-width: 8rem">{name}</th><td>{escape(_on(row))}</td>{cells}</tr>')
+    return _table(("check", "on", *(groups or ["verdict"]), "seconds (compiling)", "commit"), lines)
+
+
+def _summary(row: Row) -> str:
+    """A record's verdict in words, or why it has none."""
+    if row.record is None:
+        only = FUNCTIONS[row.function].claim.split(", ")
+        return "no verdict: not run" + (" in float32, the only dtype that it claims" if "float32" in only else "")
+    if row.counts is None:
+        why = row.record["message"].split(":")[0]
+        done = re.findall(r"^(\d+) (\d+)\b", row.record["message"], re.M)[-1:]
+        return f"no verdict: {why}" + "".join(f", {n} of {total} cases run" for n, total in done)
+    tried, wrong, refused = row.counts
+    messages = [f["message"] or "" for f in row.record["failures"] if f["kind"] in NO_NUMBER]
+    reasons = dict.fromkeys(why for message in messages for part, why in REASONS.items() if part in message)
+    counted = {
+        "right": row.right,
+        "wrong": wrong,
+        f"refused ({', '.join(reasons)})": refused,
+        "left out": tried - row.right - wrong - refused,
+    }
+    return f"of {tried} cases: " + ", ".join(f"{n} {name}" for name, n in counted.items() if n or name == "right")
 
 
 def _on(row: Row) -> str:

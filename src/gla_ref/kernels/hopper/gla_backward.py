@@ -90,6 +90,7 @@ from .gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .ring import invalidate, new_barriers
 from .tiles import LOG2E, add, behind, box, keep_rows, scaled, store_box, store_rows
 from .tiles import which_segment as which_segment_of_warps
 
@@ -248,11 +249,11 @@ def finish(
     b_k = tiles.k.index(s).reshape([C, BK])
     b_g = tiles.g.index(s).reshape([C, BK])
     if dg is not None:  # (4)
-        mbarrier.wait(bars.has_later, i & 1)
+        mbarrier.wait(bars.has_later.index(0), i & 1)
         b_later = sides.later.load(columns)
         # of the rows before, and not of all less this one: what decays strongly is far smaller than the rest
         total, _ = gl.associative_scan((gl.zeros_like(b_later), b_later), 0, behind)
-        mbarrier.arrive(bars.free_R, count=1)
+        mbarrier.arrive(bars.free_R.index(0), count=1)
     mbarrier.wait(bars.has_net, i & 1)
     if dg is not None:
         total = total + gl.associative_scan(sides.net.load(columns), 0, add, reverse=True)
@@ -340,7 +341,7 @@ def multiplier(
         # P and k' R'. Barriers are waited for while no product runs: ptxas would let all of them run one by one
         mbarrier.wait(bars.hat.index(s), (i // 2) & 1)
         if NEED_DG:
-            mbarrier.wait(bars.free_R, odd ^ 1)  # `sides.later` of the round before
+            mbarrier.wait(bars.free_R.index(0), odd ^ 1)  # `sides.later` of the round before
         strong = gl.sum(sides.flags.index(s).load(one), 0)
         P = warpgroup_mma(
             b_q, b_k.permute((1, 0)), gl.zeros([C, C], gl.float32, of_P), use_acc=False, is_async=True
@@ -384,7 +385,7 @@ def multiplier(
             store_box(low_dv, tiles.v, d_dv, i_b, i_h, o_t, 0)
         if NEED_DG:
             sides.later.store(b_k.load(of_k).to(gl.float32) * b_write)
-            mbarrier.arrive(bars.has_later, count=1)
+            mbarrier.arrive(bars.has_later.index(0), count=1)
 
         # dq' of (2), and what crosses a token from state to state
         mbarrier.wait(bars.has_S, odd)
@@ -477,21 +478,9 @@ def unwind(
     halves.store(gl.full([C, 16], 0.5, g.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
 
     # barriers
-    has_x = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    hat = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    free_x = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    singles = gl.allocate_shared_memory(gl.int64, [7, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(2):
-        mbarrier.init(has_x.index(s), count=1)
-        mbarrier.init(hat.index(s), count=1)
-        mbarrier.init(free_x.index(s), count=1)
-    for b in gl.static_range(7):
-        mbarrier.init(singles.index(b), count=1)
+    has_x, hat, free_x, singles = new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, 1), new_barriers(7, 1)
     if dg is not None:
-        has_later = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        free_R = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(has_later, count=1)
-        mbarrier.init(free_R, count=1)
+        has_later, free_R = new_barriers(1, 1), new_barriers(1, 1)
     else:
         has_later: gl.constexpr = None
         free_R: gl.constexpr = None
@@ -520,15 +509,9 @@ def unwind(
         [REGISTERS, 24],
     )
     # all roles are done: until here the barriers' bytes are theirs (gla_forward.py)
-    for s in gl.static_range(2):
-        mbarrier.invalidate(has_x.index(s))
-        mbarrier.invalidate(hat.index(s))
-        mbarrier.invalidate(free_x.index(s))
-    for b in gl.static_range(7):
-        mbarrier.invalidate(singles.index(b))
+    invalidate((has_x, hat, free_x, singles))
     if dg is not None:
-        mbarrier.invalidate(has_later)
-        mbarrier.invalidate(free_R)
+        invalidate((has_later, free_R))
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -62,6 +62,7 @@ from ..portable.gla_forward import GlaCall, Readers, mend_strong, walks
 from ..portable.segments import slots
 from . import refusal_of_gradient
 from .gluon import copy_in, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from .ring import invalidate, invalidate_stages, new_barriers
 from .tiles import LOG2E, box, keep_rows, operand, scaled, store_box, store_rows, which_segment
 
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32, so this gate stands for all below, -inf too
@@ -111,7 +112,7 @@ def loader(
             copy_in(q, [i_b, i_h, o_t, 0], bar, stages.q.index(s))
         copy_in(v, [i_b, i_h, o_t, o_v], bar, stages.v.index(s))
         if g.dtype == gl.float32:
-            mbarrier.wait(bars.taken, (i & 1) ^ 1)  # the gates of chunk i - 1
+            mbarrier.wait(bars.taken.index(0), (i & 1) ^ 1)  # the gates of chunk i - 1
             copy_in(g, [i_b, i_h, o_t, 0], bar, stages.g.index(0))
 
 
@@ -156,7 +157,7 @@ def transformer(
             high = gates.to(gl.bfloat16)
             g_16.store(high)
             fence_async_shared()
-            mbarrier.arrive(bars.taken, count=1)
+            mbarrier.arrive(bars.taken.index(0), count=1)
             x = warpgroup_mma(signs, g_16, zeros, use_acc=False, is_async=True)
             r = warpgroup_mma(g_16.permute((1, 0)), halves, zeros_r, use_acc=False, is_async=True)
             x, r = warpgroup_mma_wait(0, deps=[x, r])
@@ -352,16 +353,9 @@ def walk(
     unswizzled: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BK], unswizzled)  # first, through of each stage
     strong_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], unswizzled)  # is the stage's chunk strong?
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    hat = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(empty.index(s), count=1)
-        mbarrier.init(ready.index(s), count=1)
-        mbarrier.init(hat.index(s), count=1)
+    empty, ready, hat = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1)
     if g.dtype == gl.float32:
-        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(taken, count=1)
+        taken = new_barriers(1, 1)
     else:
         taken: gl.constexpr = None
     by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
@@ -389,12 +383,9 @@ def walk(
         [REGISTERS, 24],
     )
     # all roles are done: until here the barriers' bytes are theirs
-    for s in gl.static_range(STAGES):
-        mbarrier.invalidate(empty.index(s))
-        mbarrier.invalidate(ready.index(s))
-        mbarrier.invalidate(hat.index(s))
+    invalidate((empty, ready, hat))
     if g.dtype == gl.float32:
-        mbarrier.invalidate(taken)
+        invalidate_stages(taken)
 
 
 # The plan.
