@@ -69,8 +69,8 @@ compile: $(VENV) ## compile every kernel for every class of GPU (or ARCH="75 90"
 compile-changed: $(VENV) ## compile for sm_90 the launches whose plan or kernel changed since they were last compiled right
 	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py --changed --arch 90
 
-compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned, or TRITON="3.6.0" (GLUON=1: Gluon kernels only; or some CASES)
-	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(CASES) --triton $(TRITON) --arch 90 $(if $(GLUON),--gluon)
+compile-versions: $(VENV) ## compile every kernel for sm_90 with the known Tritons but the pinned, or TRITON="3.6.0" (or all launches of some CASES)
+	OMP_NUM_THREADS=1 $(PYTHON) tools/compile_kernels.py $(or $(CASES),--kinds) --triton $(TRITON) --arch 90
 
 bench: ## check and time kernels and peers on a GPU host: make bench SUITE="flash linear" (no SUITE: lists them)
 	$(PY) benchmarks/run.py $(SUITE)

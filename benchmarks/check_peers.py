@@ -60,9 +60,9 @@ KEY = ("subject", "dtype", "level", "seeds")  # of a record, which a newer one r
 GROUPS = {  # a group of quick cases: the patterns of their names; a case belongs to the first that fits
     "packed": ("*packed*", "many sequences"),
     "lengths": ("length *", "??? tokens", "long", "narrow and long", "random *"),
-    "gates": ("gate *", "gates *", "wide keys and gate *"),
+    "gates": ("gate *", "gates *", "wide keys and gate *", "strong but *"),
     "sizes": ("square", "one head", "wide", "*wider*", "widest", "many *", "joint*", "sizes *", "value heads*"),
-    "keys": ("keys *", "* keys", "strength*", "values *", "later tokens loud"),
+    "keys": ("keys *", "* keys", "strength*", "values *", "later tokens loud", "hand-over*", "relay*"),
     "scales": ("scale *", "one token with scale", "steep*"),
     "states": ("*state*", "*cache*"),
     "strides": ("strided", "fused", "misaligned", "transposed", "expanded"),

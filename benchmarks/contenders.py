@@ -74,6 +74,14 @@ def ours(mechanism: str, entry: str, **fields) -> None:
     contender(mechanism, name=entry, entry=entry, **fields)(form(mechanism, entry))
 
 
+def chosen(mechanism: str, option: str, *values: str) -> None:
+    """Register the kernel that "triton" plans for each value of an option, as triton_VALUE."""
+    for value in values:
+        options = {option: value}
+        call = form(mechanism, "triton", **options)
+        contender(mechanism, name=f"triton_{value}", named=True, entry="triton", options=options)(call)
+
+
 def looped(mechanism: str, name: str, call: Callable, **fields) -> None:
     """Register what serving code without packing does: one call a sequence."""
 
@@ -85,27 +93,29 @@ def looped(mechanism: str, name: str, call: Callable, **fields) -> None:
     contender(mechanism, name=name, packed=True, **fields)(loop)
 
 
-def page(
-    *mechanisms: str,
-    name: str = "page",
-    gates: tuple = (None, "logsigmoid/16"),
-    columns: int = 0,
-    few: bool = False,
-    **fields,
-):
-    """Register the decorated function, which calls a page of gla_ref.pages, for the cases that the page takes.
+def fits(
+    gates: tuple = (None, "logsigmoid/16"), columns: int = 0, few=False, sizes=(16, 32, 64, 128), hopper=False
+) -> Callable:
+    """Whether a case is for a page, of `hopper` or another.
 
     A page whose programs own `columns` of a head's state is for enough heads, or for `few`: for fewer programs than
     two for each three of an H200's 132 multiprocessors.
     """
 
     def takes(case) -> bool:
-        sizes = (16, 32, 64, 128)
         if columns and (3 * -(-case.V // columns) * case.H * case.B < 2 * 132) != few:
+            return False
+        if hopper and (case.decode or case.dtype != "bfloat16"):
             return False
         return case.K in sizes and case.V in sizes and case.gates in gates and not case.state
 
-    return contender(*mechanisms, name=name, packed=False, takes=takes, **fields)
+    return takes
+
+
+def page(mechanism: str, where: str, name: str = "page", **cases) -> None:
+    """Register the forward page `MODULE.FUNCTION` of gla_ref.pages for the cases that it `fits`."""
+    call = function(*f"gla_ref.pages.{where}".rsplit(".", 1))
+    contender(mechanism, name=name, packed=False, directions=("forward",), takes=fits(**cases))(call)
 
 
 # softmax attention
@@ -131,7 +141,7 @@ contender("softmax_attention", name="sdpa_cudnn", peer=True, packed=False)(sdpa(
 looped("softmax_attention", "sdpa_flash_loop", sdpa("FLASH_ATTENTION"), peer=True)
 
 
-page("softmax_attention", directions=("forward",))(function("gla_ref.pages.flash_attention", "flash_attention"))
+page("softmax_attention", "flash_attention.flash_attention")
 
 
 # linear attention
@@ -139,18 +149,15 @@ page("softmax_attention", directions=("forward",))(function("gla_ref.pages.flash
 ours("linear_attention", "triton")
 ours("linear_attention", "triton_materialised", packed=False)
 looped("linear_attention", "triton_loop", form("linear_attention", "triton"))
-for path in ("fused", "segmented"):
-    contender("linear_attention", name=f"triton_{path}", named=True, entry="triton", options={"path": path})(
-        form("linear_attention", "triton", path=path)
-    )
+chosen("linear_attention", "path", "fused", "segmented")
 ours("simple_gla", "triton")
 
 
 for op in ("chunk_linear_attn", "fused_chunk_linear_attn"):
-    body = function("fla.ops.linear_attn", op, normalize=False)
-    contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)(body)
-body = function("fla.ops.simple_gla", "chunk_simple_gla")
-contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)(body)
+    fla_linear = contender("linear_attention", name=f"fla_{op}", peer=True, limit_s=120)
+    fla_linear(function("fla.ops.linear_attn", op, normalize=False))
+fla_simple = contender("simple_gla", name="fla_chunk_simple_gla", peer=True, limit_s=120)
+fla_simple(function("fla.ops.simple_gla", "chunk_simple_gla"))
 
 
 @contender("linear_attention", "simple_gla", peer=True, packed=False)
@@ -178,17 +185,14 @@ def torch_chunkwise(case, q, k, v, g=None, **_):
     return (intra + inter).movedim(1, 3).flatten(1, 2)[:, :T]
 
 
-body = function("gla_ref.pages.linear_attention", "linear_attention")
-page("linear_attention", columns=128, directions=("forward",))(body)
-body = function("gla_ref.pages.linear_attention_segments", "linear_attention")
-page("linear_attention", name="page_segments", columns=128, few=True, directions=("forward",))(body)
+page("linear_attention", "linear_attention.linear_attention", columns=128)
+page("linear_attention", "linear_attention_segments.linear_attention", name="page_segments", columns=128, few=True)
 
 
 # gated linear attention
 
 ours("gla", "triton")
-for kernel in ("portable", "hopper"):  # "triton" is one of them
-    ours("gla", f"triton_{kernel}", named=True, options={"kernel": kernel})
+chosen("gla", "kernel", "portable", "hopper")
 
 
 chunk_fuse = function("gla_ref.kernels.exhibits.gla_chunk_fuse", "gla_chunk_fuse")
@@ -213,26 +217,13 @@ class Pages(torch.autograd.Function):
         return gla_gradient(*ctx.saved_tensors, do)
 
 
-@page("gla", columns=64)
+@contender("gla", name="page", packed=False, takes=fits(columns=64))
 def gla_page(case, q, k, v, g, **_):
     return Pages.apply(q, k, v, g)
 
 
-body, gates = function("gla_ref.pages.gla_levels", "gla"), ("logsigmoid/16", "-2", "1 % at -1e3")
-page("gla", name="page_levels", gates=gates, columns=64, directions=("forward",))(body)
-body = function("gla_ref.pages.gla_hopper", "gla")
-contender(
-    "gla",
-    name="page_hopper",
-    packed=False,
-    directions=("forward",),
-    takes=lambda case: (
-        {case.K, case.V} <= {64, 128}
-        and case.gates == "logsigmoid/16"
-        and case.dtype == "bfloat16"
-        and not (case.state or case.decode)
-    ),
-)(body)
+page("gla", "gla_levels.gla", name="page_levels", gates=("logsigmoid/16", "-2", "1 % at -1e3"), columns=64)
+page("gla", "gla_hopper.gla", name="page_hopper", gates=("logsigmoid/16",), sizes=(64, 128), hopper=True)
 # its first call autotunes, for one to two minutes each way
 contender("gla", name="fla_chunk_gla", peer=True, limit_s=200)(function("fla.ops.gla", "chunk_gla"))
 
@@ -318,20 +309,10 @@ for mechanism, module, op, kernels, options in (
     ("kda", "fla.ops.kda", "chunk_kda", ("portable", "hopper"), {"safe_gate": True}),  # gates in [-5, 0]
 ):
     ours(mechanism, "triton")
-    for kernel in kernels:
-        contender(mechanism, name=f"triton_{kernel}", named=True, entry="triton", options={"kernel": kernel})(
-            form(mechanism, "triton", kernel=kernel)
-        )
+    chosen(mechanism, "kernel", *kernels)
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op, **options)))
-body = function("gla_ref.pages.gated_delta_rule", "gated_delta_rule")
-page("gated_delta_rule", directions=("forward",))(body)
-contender(
-    "gated_delta_rule",
-    name="page_hopper",
-    packed=False,
-    directions=("forward",),
-    takes=lambda case: case.K == case.V == 128 and case.dtype == "bfloat16" and not (case.state or case.decode),
-)(function("gla_ref.pages.gated_delta_rule_hopper", "gated_delta_rule"))
+page("gated_delta_rule", "gated_delta_rule.gated_delta_rule")
+page("gated_delta_rule", "gated_delta_rule_hopper.gated_delta_rule", name="page_hopper", sizes=(128,), hopper=True)
 
 
 @contender("gated_delta_rule", peer=True, limit_s=200)
@@ -355,8 +336,7 @@ def flashinfer_gdn(case, q, k, v, g, beta, **_):
     return chunk_gated_delta_rule(*flat, alpha, beta, cu_seqlens=ends).unflatten(0, (case.B, case.T))
 
 
-body, gates = function("gla_ref.pages.kda", "kda"), ("weak", "middle", "strong", "copies")
-page("kda", gates=gates, directions=("forward",))(body)
+page("kda", "kda.kda", gates=("weak", "middle", "strong", "trained", "copies"))
 
 
 def cudnn_kda(case, q, k, v, g, beta, **_):

@@ -19,15 +19,17 @@ a rank hands to torch.distributed, counted as it does so.
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
 from gla_ref import FORMS, context_parallel, results
 from gla_ref.mechanisms import MECHANISMS as KINDS
-from gla_ref.over_ranks import calls
-from gla_ref.over_ranks.exchange import Exchange, Ranks, all_gather
+from gla_ref.over_ranks.exchange import Ranks, all_gather
 
 MECHANISMS = ("gla", "linear_attention", "gated_delta_rule", "kda")
 KEY = ("mechanism", "tokens", "heads", "size", "ranks", "exchange")
@@ -116,51 +117,46 @@ def own(x, rank, size):
     return {n: y.chunk(size, 1)[rank].contiguous() for n, y in x.items()}
 
 
+class Parts(NamedTuple):
+    """Seconds of a rank in the stages of a forward and backward pass, and the bytes that it sends."""
+
+    maps: float
+    exchange: float
+    waiting: float
+    sent: float
+
+
 def parts(call, device: str, repeats: int) -> dict:
     """Of a forward and backward pass: the times of the maps and the exchanges, of the slowest rank; bytes sent."""
-    took, sent, found = {"maps": 0.0, "exchange": 0.0, "waiting": 0.0}, [], []
+    ranks, took, measured = Ranks.of(None), Counter(), []
 
-    def timed(name, method, apart=False):
-        def wrapped(*args, **options):
-            sync(device)
-            came = time.perf_counter()
-            if apart:
-                dist.barrier()
-                sync(device)
-            began = time.perf_counter()
-            result = method(*args, **options)
-            sync(device)
-            took["waiting"] += began - came
-            took[name] += time.perf_counter() - began
-            return result
-
-        return wrapped
-
-    def counted(method):
-        def wrapped(self, x, *to):
-            sent.append(x.nbytes)
-            return method(self, x, *to)
-
-        return wrapped
-
-    with (
-        mock.patch.object(calls, "write_map", timed("maps", calls.write_map)),
-        mock.patch.object(calls, "read_map", timed("maps", calls.read_map)),
-        mock.patch.object(Exchange, "entering", timed("exchange", Exchange.entering, apart=True)),
-        mock.patch.object(Ranks, "all_gather", counted(Ranks.all_gather)),
-        mock.patch.object(Ranks, "send", counted(Ranks.send)),
-    ):
-        for _ in range(repeats + 2):
-            took.update(dict.fromkeys(took, 0.0))
-            sent.clear()
+    @contextlib.contextmanager
+    def timed(stage):
+        sync(device)
+        came = time.perf_counter()
+        if stage == "exchange":
             dist.barrier()
-            call()
-            every = torch.tensor([*took.values(), -took["waiting"], sum(sent)], dtype=torch.float64, device=device)
-            dist.all_reduce(every, dist.ReduceOp.MAX)
-            found.append(every.tolist())
-    maps, exchange, most, least, n = (statistics.median(x) for x in zip(*found[2:], strict=True))
-    waiting = most + least  # the last rank to come waits for nobody, but for the barrier itself
-    return dict(maps_seconds=maps, exchange_seconds=exchange, waiting_seconds=waiting, sent=int(n))
+            sync(device)
+        began = time.perf_counter()
+        yield
+        sync(device)
+        took.update({"waiting": began - came, stage: time.perf_counter() - began})
+
+    usual, ranks.stage = ranks.stage, timed
+    for _ in range(repeats + 2):
+        took.clear()
+        ranks.sent = 0
+        dist.barrier()
+        call()
+        most, least = torch.tensor([Parts(**took, sent=ranks.sent)] * 2, dtype=torch.float64, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        most, least = Parts(*most.tolist()), Parts(*least.tolist())
+        # the last rank to come waits for no other, but for the barrier itself
+        measured.append(most._replace(waiting=most.waiting - least.waiting))
+    ranks.stage = usual
+    maps, exchange, waiting, sent = (statistics.median(x) for x in zip(*measured[2:], strict=True))
+    return dict(maps_seconds=maps, exchange_seconds=exchange, waiting_seconds=waiting, sent=int(sent))
 
 
 def worst(found: dict, exact: dict) -> float:

@@ -1,6 +1,6 @@
 """Cases to measure: shapes, random inputs, and suites of them by name.
 
-To add a suite, add a line to SUITES: a function that returns cases. To add a contender, see
+To add a suite, write a function that returns cases, and list it in KNOWN. To add a contender, see
 contenders.py; every contender of a case's mechanism runs on it.
 """
 
@@ -344,11 +344,6 @@ def kda() -> list[Case]:
     return [*cases, replace(case, gates="copies", directions=("forward",))]
 
 
-def batch() -> list[Case]:
-    """The number of sequences that fill the chip, at T = 4096."""
-    return [Case(m, B, 4096, 16, 128, 128) for B in (1, 2, 4, 8, 16) for m in ("softmax_attention", "linear_attention")]
-
-
 def prefill() -> list[Case]:
     """One long prompt and few heads: B = 1, H in {4, 16, 64}, forward only."""
     return [
@@ -389,7 +384,6 @@ KNOWN = (
     decode_delta,
     host,
     paths,
-    batch,
     prefill,
     packed,
     scoreboard,

@@ -85,8 +85,10 @@ def place(tmp_path, corpora):
 
 
 def left_out(config, marks) -> bool:
-    """Whether the run's expression excludes one of these marks."""
-    return not {mark.name for mark in marks}.isdisjoint(re.findall(r"\bnot (\w+)", config.option.markexpr))
+    """Whether the run's expression says `not` of one of these marks; False if it is more than a chain of `and`."""
+    terms = re.sub(r"\([^()]*\)", "()", config.option.markexpr).split(" and ")
+    chain = all(re.fullmatch(r"(not )?(\w+|\(\))", term) for term in terms)
+    return chain and any(f"not {mark.name}" in terms for mark in marks)
 
 
 def pytest_ignore_collect(collection_path, config):

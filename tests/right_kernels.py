@@ -1,5 +1,7 @@
 """Right kernels, written afresh and each in another way, for what the check kit must never call wrong.
 
+Others are the forms of the package, by autograd, by scans and token after token (all cases: test_check_named.py).
+
 Those with a gradient by hand hold what a GPU's do: a chunk's own pairs, the states between chunks, and of the gates
 the reverse running sum of q dq - k dk inside a chunk, to which rowsum(S dS) comes at its end. Operands of products
 are rounded to the dtype of the inputs.
@@ -165,31 +167,6 @@ class ByHand(torch.autograd.Function):
         return *grads, *[None] * (beta is None), dS, None, None, None
 
 
-def scan(q, k, v, g, beta, S, scale, C, product):
-    """Every token's state, by doubling: log2(T) steps, no chunks."""
-    a, S = g.exp()[..., None], torch.cat([S[..., None, :, :], k[..., None] * v[..., None, :]], -3)
-    a = torch.cat([torch.ones_like(a[..., :1, :, :]), a], -3)
-    n = 1
-    while n < S.shape[-3]:
-        S = torch.cat([S[..., :n, :, :], S[..., n:, :, :] + a[..., n:, :, :] * S[..., :-n, :, :]], -3)
-        a = torch.cat([a[..., :n, :, :], a[..., n:, :, :] * a[..., :-n, :, :]], -3)
-        n *= 2
-    return scale * (q[..., None, :] @ S[..., 1:, :, :])[..., 0, :], S[..., -1, :, :]
-
-
-def by_token(q, k, v, g, beta, S, scale, C, product):
-    """Token after token, by autograd."""
-    outs = []
-    for t in range(q.shape[-2]):
-        q_t, k_t, write, a_t = (x[..., t, :] for x in (scale * q, k, v, g.exp()))
-        S = a_t[..., None] * S
-        if beta is not None:
-            write = beta[..., t, :] * (write - (k_t[..., None] * S).sum(-2))
-        S = S + k_t[..., None] * write[..., None, :]
-        outs.append((q_t[..., None] * S).sum(-2))
-    return torch.stack(outs, -2), S
-
-
 class Product(torch.autograd.Function):
     """x y of operands rounded to a dtype; so are its gradients' two, whose sums stay in float32 as a GPU's do."""
 
@@ -252,7 +229,7 @@ def delta_kernels(mechanism, dtype, others):
     ahead = {"ahead": True, "inverse": by_blocks}
     found["chunks of 64, writes made ahead, by autograd"] = kernel(mechanism, in_chunks, dtype, **ahead)
     found["chunks of 32, triangles by blocks, by autograd"] = kernel(mechanism, in_chunks, dtype, 32, inverse=by_blocks)
-    return found | {"token after token": kernel(mechanism, by_token, dtype)}
+    return found
 
 
 class Flash(torch.autograd.Function):
@@ -314,13 +291,10 @@ def unseen(q, k):
     return torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
 
 
-def at_once(weights):
-    """All keys at once, by autograd, the weights made of scores that are -inf for later keys."""
-
-    def way(q, k, v, scale, C, product):
-        return product(weights((scale * product(q, k.mT)).masked_fill(unseen(q, k), -torch.inf)), v)
-
-    return way
+def by_log_sum_exp(q, k, v, scale, C, product):
+    """All keys at once, by autograd."""
+    x = (scale * product(q, k.mT)).masked_fill(unseen(q, k), -torch.inf)
+    return product((x - x.logsumexp(-1, keepdim=True)).exp(), v)
 
 
 def library(dtype, q, k, v, scale, C, product):
@@ -347,8 +321,7 @@ def kernels(mechanism, dtype):
         found |= {name: attention(Flash.apply, dtype, 64, product) for name, product in others.items()}
         found["one log-sum-exp, channels in another order"] = attention(OneNumber.apply, dtype, 64)
         return found | {
-            "autograd": attention(at_once(lambda x: x.softmax(-1)), dtype),
-            "log-sum-exp": attention(at_once(lambda x: (x - x.logsumexp(-1, keepdim=True)).exp()), dtype),
+            "log-sum-exp": attention(by_log_sum_exp, dtype),
             "PyTorch's own": attention(partial(library, dtype), dtype),
         }
     if mechanism in DELTA:
@@ -356,5 +329,4 @@ def kernels(mechanism, dtype):
     found = {f"chunks of {C}, by hand": kernel(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
     found |= {name: kernel(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
     found["chunks of 64, backwards in another order"] = kernel(mechanism, OtherOrder.apply, dtype, 64)
-    ways = {"a scan": scan, "token after token": by_token, "chunks of 64, by autograd": in_chunks}
-    return found | {name: kernel(mechanism, way, dtype, 64) for name, way in ways.items()}
+    return found

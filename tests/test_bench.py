@@ -16,6 +16,7 @@ import check_peers
 import compile_peers
 import run
 import suites
+import timing
 import versions
 from contenders import CONTENDERS
 
@@ -98,7 +99,7 @@ def test_decoding_reads_and_writes_the_state_for_every_token(suite):
 
 
 def merge(path, environment, *records):
-    results.merge(path, environment, "records", records, run.IDENTITY, run.with_first_call)
+    results.merge(path, environment, "records", records, run.IDENTITY)
 
 
 def test_a_new_record_replaces_the_old_one(tmp_path):
@@ -112,20 +113,8 @@ def test_a_new_record_replaces_the_old_one(tmp_path):
     assert [r["ms"] for r in found["records"]] == [3.0, 2.0]
 
 
-def test_a_first_call_that_was_not_measured_keeps_the_older_one(tmp_path):
-    path, environment = tmp_path / "r.json", {"peers": {}}
-    record = {"suite": "s", "contender": "peer", "ms": 2.0, "first_call_s": 80.0}
-    merge(path, environment, record)
-    merge(path, environment, record | {"ms": 1.0, "first_call_s": None})
-    (kept,) = json.loads(path.read_text())["records"]
-    assert kept == record | {"ms": 1.0}
-    refused = record | {"ms": None, "first_call_s": None}
-    merge(path, environment, refused)
-    assert json.loads(path.read_text())["records"] == [refused]
-
-
 def test_late_calls_are_cut_off():
-    with pytest.raises(run.Late, match="did not return within 1 s"), run.limit(1):
+    with pytest.raises(timing.Late, match="did not return within 1 s"), timing.limit(1):
         while True:
             pass
 

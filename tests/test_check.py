@@ -41,7 +41,7 @@ QUICK = [  # a few cases of a form each; all are below
 
 @pytest.mark.parametrize("mechanism, form, only", QUICK)
 def test_right_forms_pass(mechanism, form, only):
-    """Every form, on all cases, on two seeds, also in bfloat16: test_check_named.py."""
+    """Every form, on all cases, also in bfloat16: test_check_named.py."""
     check.kernel(mechanism, FORMS[mechanism][form], only=only).raise_if_failed()
 
 
@@ -243,16 +243,16 @@ def test_all_failing_cases_take_one_line_and_many_names_at_most_five(least, line
 
 @pytest.mark.deep
 def test_a_mistake_that_would_show_where_the_kernel_passes_says_so():
-    def forgetful(least):
-        def fn(q, k, v, g, **named):
-            return GATED(q, k, v, 0 * g.clamp_min(-1) if q.shape[1] > least else g, **named)
+    def unscaled(least):
+        def fn(q, k, v, g, *, scale=None, **named):
+            return GATED(q, k, v, g, scale=1.0 if q.shape[1] > least else scale, **named)
 
         return fn
 
-    always, late = (check.kernel("gla", forgetful(T), only="gate*") for T in (0, 150))
-    assert [match["mistake"] for match in always.diagnosis] == ["gate forgotten"]
+    always, late = (check.kernel("gla", unscaled(T), only="gate*") for T in (0, 150))
+    assert [match["mistake"] for match in always.diagnosis] == ["o without scale"]
     assert late.failing == ["gate many resets", "gate -1e-4 long", "gate -1 long"]
-    assert [match["mistake"] for match in late.diagnosis] == ["gate forgotten, but not in 15 other cases"]
+    assert [match["mistake"] for match in late.diagnosis] == ["o without scale, but not in 15 other cases"]
     assert any("right with 150" in line for line in late.measured)
 
 
@@ -372,6 +372,30 @@ def test_a_kernel_that_hangs_leaves_the_exit_status():
     command = [sys.executable, "-c", ENDS_LATE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3 and not done.stderr
+
+
+def test_an_error_that_the_device_does_not_survive_is_no_refusal(monkeypatch):
+    def lost(*args, **named):
+        raise torch.AcceleratorError("CUDA error: misaligned address")
+
+    def breaks(q, k, v, g, **named):
+        monkeypatch.setattr(torch, "zeros", lost)
+        lost()
+
+    report = check.kernel("gla", breaks, only=("transposed", "expanded"))  # which a kernel may refuse
+    (row,) = report.failures
+    assert (row.case, row.kind) == ("transposed", "breaks")
+    assert report.not_covered == {"cases after those that broke their processes": 1}
+    assert report.verdict == "WRONG" and "CUDA error: misaligned address" in str(report)
+
+
+@pytest.mark.parametrize("breaks, tried", [(4, 2), (5, 0)])
+def test_a_kernel_breaks_so_many_processes_and_no_more(breaks, tried):
+    cases = [f"length {T}" for T in (1, 7, 63, 64, 65, 128, 145)]
+    journal = {case: [check.Row(case, "call", "failed", "breaks")] for case in cases[:breaks]}
+    report = check.kernel("gla", GATED, only=cases[: breaks + 2], journal=journal)
+    assert len({row.case for row in report.rows if row.status == "passed"}) == tried
+    assert len(report.failing) == breaks
 
 
 def test_what_is_not_covered_is_said():

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from cases import thin
+from wrong_kernels import DROPPED
 
-from gla_ref import check
+from gla_ref import FORMS, check
 from gla_ref.check._cases import inputs
 from gla_ref.check.oracle import problems
 
@@ -42,3 +44,26 @@ def test_what_later_tokens_do_to_earlier_ones_shows():
             error, allowed = p.judge("o", p.exact["o"] + 1e-7 * (v.sum(1, keepdim=True) - v.cumsum(1)))
             found[case.name] = error / allowed
     assert found["loss of o alone"] < 1 < found["later tokens loud"]
+
+
+@pytest.mark.parametrize("name", thin(DROPPED, "by another bound", "by the mean head"))
+def test_a_dropped_state_is_caught_and_named(name):
+    """By whatever rule a kernel drops it; uniform gates and short texts are right in all of these."""
+    mechanism, fn = DROPPED[name]
+    only = ("length 65", "gate -20", "hand-over", "strong but in one head")
+    report = check.kernel(mechanism, fn, only=only, forward_only=True)
+    assert {*report.failing} <= {"hand-over", "strong but in one head"}, str(report)
+    assert [match["mistake"] for match in report.diagnosis] == ["state dropped where gates are strong"], str(report)
+
+
+@pytest.mark.parametrize("mechanism", ["delta_rule", "gated_delta_rule", "kda"])
+@pytest.mark.parametrize("name", ["hand-over", "relay"])
+def test_keys_hand_the_state_over(mechanism, name):
+    """In every sub-chunk, what is read depends on values of sub-chunks before, of channels that are lost since."""
+    x = made(name, mechanism)
+    assert (x["k"].norm(dim=-1) < 1 + 1e-6).all() and ("g" not in x or -5 < x["g"].min() <= x["g"].max() < 0)
+    call = {n: x[n] for n in ("q", "k", "v", "g", "beta") if n in x}
+    early = call | {"v": x["v"].clone()}
+    early["v"][:, 96:] = 0
+    o = FORMS[mechanism]["recurrent"](**early)[0][:, 112:128, -1]
+    assert o.square().mean().sqrt() > 0.02

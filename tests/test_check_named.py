@@ -12,11 +12,21 @@ STRONG = ("simple_gla.parallel", "gla.parallel")  # wrong for strong gates, on p
 RIGHT = [(m, form) for m, forms in FORMS.items() for form in forms if not form.startswith("triton")]
 
 
+def own(mechanism, dtype):
+    """The mistakes tried here. Each is tried in each dtype at one of its mechanisms, since it is one function for all.
+
+    They are dealt round in the order of the list, so that every mechanism has some.
+    """
+    known, turn = mistakes.known(mechanism, dtype), DTYPES.index(dtype)
+    at = [m.mechanisms[(i + turn) % len(m.mechanisms)] for i, m in enumerate(mistakes.MISTAKES)]
+    return [m for m, chosen in zip(mistakes.MISTAKES, at, strict=True) if chosen == mechanism and m in known]
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mechanism", check.MECHANISMS)
 def test_named_mistakes_are_caught_and_nine_in_ten_have_their_name(mechanism, dtype):
-    known, unnamed = mistakes.known(mechanism, dtype), []
+    known, unnamed = own(mechanism, dtype), []
     for m in known:
         report = check.kernel(mechanism, mistakes.apply(mechanism, m), dtype=dtype)
         assert report.failures, m.name
@@ -30,5 +40,5 @@ def test_named_mistakes_are_caught_and_nine_in_ten_have_their_name(mechanism, dt
 def test_every_form_is_right_on_all_cases(mechanism, form, dtype):
     # where float32 leaves two forms of the delta rules many budgets off
     skip = "*long" if mechanism in DELTA and form in ("parallel", "scan") else ()
-    for seed in range(2):
-        check.kernel(mechanism, FORMS[mechanism][form], dtype=dtype, seed=seed, skip=skip).raise_if_failed()
+    # the gate has seed 0, and nvidia-h200-false-alarms.json thousands of them, of right kernels
+    check.kernel(mechanism, FORMS[mechanism][form], dtype=dtype, seed=1, skip=skip).raise_if_failed()

@@ -14,9 +14,6 @@ from cases import thin
 
 from gla_ref import FORMS, check
 from gla_ref.check import Case, mistakes
-from gla_ref.check._claims import Claim
-from gla_ref.check._examine import Examiner
-from gla_ref.check._kernel import SECONDS, Convention, Kernel
 from gla_ref.check._where import affected, by_gates
 from gla_ref.check.mistakes._calls import backward
 
@@ -117,19 +114,6 @@ def lost_by_difference(s, q, k, g):
     return fresh_kernels.weighted(q, k, between.nan_to_num(nan=-math.inf, neginf=-math.inf).exp())
 
 
-def cut_off(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
-    """Gated attention in chunks of 64 as q e^b and k e^-b, the running sum b at least -80."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    S = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]) if initial_state is None else initial_state
-    outs = []
-    for q_n, k_n, v_n, g_n in zip(*(x.transpose(1, 2).split(64, 2) for x in (q, k, v, g)), strict=True):
-        b = g_n.cumsum(-1).clamp_min(-80.0)[..., None]
-        up, down = q_n * b.exp(), k_n * (-b).exp()
-        outs.append(scale * (up @ S + (up @ down.mT).tril() @ v_n))
-        S = b[..., -1:, :].exp() * S + (k_n * (b[..., -1:, :] - b).exp()).mT @ v_n
-    return torch.cat(outs, 2).transpose(1, 2), S
-
-
 def padded(q, k, v, g, **named):
     """The final state decays too much where the last chunk of 64 is not whole."""
     o, S = SCALAR(q, k, v, g, **named)
@@ -142,22 +126,9 @@ def strong_backwards(q, k, v, g, **named):
     return GATED(backward(q, lambda dq: dq * factor), k, v, g, **named)
 
 
-def without_the_rest(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
-    """The final state lacks the last partial chunk of 64, except if it is the first."""
-    if cu_seqlens is not None:
-        ends = cu_seqlens.tolist()
-        states = [None if initial_state is None else initial_state[n : n + 1] for n in range(len(ends) - 1)]
-        made = [
-            without_the_rest(q[:, a:b], k[:, a:b], v[:, a:b], scale=scale, initial_state=S)
-            for (a, b), S in zip(itertools.pairwise(ends), states, strict=True)
-        ]
-        return tuple(torch.cat(x, dim) for x, dim in zip(zip(*made, strict=True), (1, 0), strict=True))
-    T = q.shape[1]
-    if T == 0:
-        return v, initial_state
-    whole = T // 64 * 64 or T
-    o, _ = LINEAR(q, k, v, scale=scale, initial_state=initial_state)
-    return o, LINEAR(*(x[:, :whole] for x in (q, k, v)), scale=scale, initial_state=initial_state)[1]
+def without_the_rest(s, k, *rest):
+    """A chunk that is not whole leaves the state as it was."""
+    return fresh_kernels.carry(s, k, *rest) if k.shape[2] == s.C else rest[-1]
 
 
 POOL = {}
@@ -262,15 +233,17 @@ def nudged(q, k, v, **named):
 # what is said of them
 
 ALL, NONE, SIMPLE, RULE = "softmax_attention", "linear_attention", "simple_gla", "gated_delta_rule"
-STATE, SUMS, LATE = "initial state ignored", "running sum of gates in bfloat16", "initial state read but not carried to"
+STATE, SUMS = "initial state ignored", "running sum of gates in bfloat16"
 STRICT, PAIRS = "mask strict instead of inclusive", "Gamma left out of the scores: pairs not decayed"
+BASE_2 = "state's decay from chunk to chunk in base 2"
 UNDECAYED, REST = "final state not decayed through the last chunk", "final state without the last partial chunk"
 RESET = "NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing"
-LOST = mistakes.Mistake("dq left out", "", lambda c: c.run(q=c.q.detach() + 0 * c.q), (ALL,))
+LOST = "dq left out"
 GATES = ("length 64", "gate zero", "gate -1", "gate -20", "gate -inf", "gate many resets", "gate resets*")
 RESETS = ("gate -inf", "gate many resets", "gate resets at chunk ends")
 TWICE = "o with scale twice"
 LATER = fresh_kernels.case("gla", "", scores=lost_by_difference).fn
+TAIL, CUT = fresh_kernels.case(NONE, "", C=64, carry=without_the_rest).fn, "running sums of gates cut off at -80"
 TILES = fresh_kernels.case(ALL, "", earlier=behind_tiles).fn
 
 
@@ -287,24 +260,19 @@ class Told(NamedTuple):
     unsaid: tuple[str, ...] = ()  # neither in a bound nor in a name
 
 
-def anywhere(mechanism, name, only):
-    """A mistake of the kit's own list."""
-    return Told(mechanism, made(mechanism, name), only, name)
-
-
 def somewhere(mechanism, name, where, only, *said):
-    """Such a mistake where a call, or a part of its results, is of some kind."""
+    """A mistake of the kit's own list where a call, or a part of its results, is of some kind."""
     return Told(mechanism, some(mechanism, name, where), only, name, said)
 
 
 # fmt: off
 TOLD = {
-    "dq left out": Told(ALL, mistakes.apply(ALL, LOST), "length 65", LOST.name),
-    STATE: anywhere(NONE, STATE, ("length 6*", "packed*")),
-    PAIRS: anywhere(RULE, PAIRS, "gate -0.2"),
+    LOST: Told(ALL, lambda q, k, v, **named: ATTENTION(q.detach() + 0 * q, k, v, **named), "length 65", LOST),
+    STATE: Told(NONE, made(NONE, STATE), ("length 6*", "packed*"), STATE),
+    PAIRS: Told(RULE, made(RULE, PAIRS), "gate -0.2", PAIRS),
     "one packed sequence": somewhere(NONE, STATE, whole(lambda q, cu: cu is not None and len(cu) == 2), "[ow]*",
         "wrong with cu_seqlens, right without"),
-    "short sequences": somewhere(NONE, LATE, whole(lambda q, cu: q.shape[1] <= 40), "length*",
+    "short sequences": somewhere(NONE, STATE, whole(lambda q, cu: q.shape[1] <= 40), "length*",
         "wrong up to 40 tokens, right with 41"),
     "one token more than a chunk": somewhere(NONE, REST, whole(lambda q, cu: q.shape[1] % 64 == 1 < q.shape[1]),
         "length*", "wrong with 65 and 129 tokens, right with 64, 66"),
@@ -340,9 +308,9 @@ TOLD = {
         passes=("wide", "wider"), unsaid=("beyond the first 64",)),
     "after resets": Told("gla", LATER, GATES, RESET, fails=RESETS,
         said=("Wrong with gates -inf, right with gates -20 and weaker",), passes=("gate -20",)),
-    "cut off": Told(SIMPLE, cut_off, GATES, "running sums of gates cut off at -80", fails=("gate -20",),
+    CUT: Told(SIMPLE, made(SIMPLE, CUT), GATES, CUT, fails=("gate -20",),
         passes=("gate zero",)),
-    "without the rest": Told(NONE, without_the_rest, ("length 6*", "packed"), REST, fails=("length 65", "packed"),
+    "without the rest": Told(NONE, TAIL, ("length 6*", "packed"), REST, fails=("length 65", "packed"),
         passes=("length 64",), unsaid=("only in sequence",)),
     # bounds
     "gates of -1": Told(SIMPLE, off(SCALAR, lambda q, k, v, g, S: (g < -0.5).any()),
@@ -376,17 +344,7 @@ TOLD = {
     "drifting": Told(NONE, drifting, "l*", unsaid=("tokens",)),
 }
 # fmt: on
-QUICK = (
-    "dq left out",
-    STATE,
-    PAIRS,
-    "one packed sequence",
-    TWICE,
-    "a tail",
-    "two budgets",
-    "cut off",
-    "a case that is right",
-)
+QUICK = (LOST, STATE, PAIRS, "one packed sequence", TWICE, "a tail", "two budgets", CUT, "a case that is right")
 
 
 @pytest.mark.parametrize("kernel", thin(TOLD, *QUICK))
@@ -430,17 +388,11 @@ def test_packed_attention_is_measured_without_a_cache():
     assert report.failures and report.measured, str(report)
 
 
-def test_a_call_with_fewer_tokens_and_the_telling_cases_give_one_case_its_name():
-    m = next(m for m in mistakes.known("gla", F32) if m.name == "state not decayed from chunk to chunk")
-    fn = mistakes.apply("gla", m)
-    it = Examiner(Kernel(fn, "gla", Convention(), torch.device("cpu"), SECONDS, Claim.dtypes), F32, 0)
-    found = it.light([it.called(Case(B=2, T=300, H=3, K=5, V=7))])
-    cases = [s.problem.case for s in found]
-    assert [(case.B, case.T, case.H) for case in cases] == [(1, 65, 1)]  # shorter calls are right in o
-    assert not it.light([it.called(Case(B=1, T=7, H=1, K=5, V=7))])
+def test_the_telling_cases_give_one_case_its_name():
+    fn = made("gla", BASE_2)
     # within one chunk the final state is all that is wrong: another mistake does the same
     report = check.kernel("gla", fn, only="many heads")
-    assert named(report) == [m.name], str(report)
+    assert named(report) == [BASE_2], str(report)
 
 
 def test_sequences_without_tokens_are_no_place():

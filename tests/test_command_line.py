@@ -1,5 +1,6 @@
 """`python -m gla_ref check` from a shell: it says right only after a whole report, whatever the kernel does."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,12 +11,13 @@ import pytest
 from cases import thin
 
 from gla_ref import FORMS, check
-from gla_ref.__main__ import main
+from gla_ref.__main__ import main, shell
 from gla_ref._commands import apart
 from gla_ref.check._run import attempt
 
 MODULE = """
 import ctypes, os, signal, sys, threading, time
+import torch
 from gla_ref import FORMS
 
 right = FORMS["gla"]["chunkwise"]
@@ -24,17 +26,24 @@ number = 3
 def wrong(q, k, v, g, **named):
     return right(q, k, v, 2 * g, **named)
 
-def exits(q, k, v, g):
-    os._exit(0)
+def breaks(breaking):
+    def kernel(q, k, v, g, **named):
+        if q.shape[1] == 7:
+            breaking()
+        return right(q, k, v, g, **named)
 
-def aborts(q, k, v, g):
-    os.abort()
+    return kernel
 
-def faults(q, k, v, g):
-    ctypes.string_at(0)
+def lose():
+    def lost(*args, **named):
+        raise torch.AcceleratorError("CUDA error: misaligned address")
 
-def hangs(q, k, v, g):
-    ctypes.pythonapi.sleep(1000)  # Python's lock is kept: no other thread runs
+    torch.zeros = lost  # as everything in a CUDA context that has had such an error
+    lost()
+
+exits, aborts, loses = breaks(lambda: os._exit(0)), breaks(os.abort), breaks(lose)
+faults = breaks(lambda: ctypes.string_at(0))
+hangs = breaks(lambda: ctypes.pythonapi.sleep(1000))  # Python's lock is kept: no other thread runs
 
 def lingers(q, k, v, g, **named):
     threading.Thread(target=time.sleep, args=(1000,)).start()
@@ -56,34 +65,36 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
-RETURN = "error: kernel: expected own:{} to return, but "
-ENDED = RETURN + "its process ended with"
-FROM_A_SHELL = {  # function: status, first words of what is said on stdout, what is said on stderr
-    "exits": (2, "", ENDED + " status 0 (at length 7)\n"),
-    "aborts": (2, "", ENDED + " signal SIGABRT (at length 7)\n"),
-    "faults": (2, "", ENDED + " signal SIGSEGV (at length 7)\n"),
-    "hangs": (2, "", RETURN + "it did not within 1 s (at length 7)\n"),
-    "lingers": (0, "gla on cpu in float32, quick, seed 0: right", ""),
-    "wrong": (1, "gla on cpu in float32, quick, seed 0: WRONG", ""),
+BROKEN = "breaks: call (1 case, first length 7) expected to return, but "
+FROM_A_SHELL = {  # function: (exit status, text on stdout)
+    "exits": (1, BROKEN + "its process ended with status 0"),
+    "aborts": (1, BROKEN + "its process ended with signal SIGABRT"),
+    "faults": (1, BROKEN + "its process ended with signal SIGSEGV"),
+    "hangs": (1, BROKEN + "it did not within 1 s"),
+    "loses": (1, "breaks: call (1 case, first length 7) AcceleratorError: CUDA error: misaligned address"),
+    "lingers": (0, "gla on cpu in float32, quick, seed 0: right (2 of"),
+    "wrong": (1, "gla on cpu in float32, quick, seed 0: WRONG (2 of"),
 }
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="about signals")
-@pytest.mark.parametrize("name", thin(FROM_A_SHELL, "exits"))
+@pytest.mark.parametrize("name", thin(FROM_A_SHELL, "exits", "loses"))
 def test_the_verdict_is_that_of_a_whole_report(tmp_path, name):
-    status, printed, said = FROM_A_SHELL[name]
+    """A kernel that breaks its process in one case is wrong in that one, and is called in the next."""
+    status, said = FROM_A_SHELL[name]
     (tmp_path / "own.py").write_text(MODULE)
-    (tmp_path / "out.json").write_text("an earlier report")
     limit = "1" if name == "hangs" else "60"
-    command = f"-m gla_ref check gla own:{name} --only *7 --json out.json --time-limit {limit}"
+    command = f"-m gla_ref check gla own:{name} --only *7 --only *63 --json out.json --time-limit {limit}"
     environment = os.environ | {"PYTHONPATH": str(Path(check.__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == status and done.stdout.startswith(printed), done.stdout + done.stderr
-    assert bool(done.stdout) == bool(printed) and len(done.stderr.splitlines()) == bool(said)
-    assert done.stderr.endswith(said.format(name))
-    assert ("schema" in (tmp_path / "out.json").read_text()) == bool(printed)  # else the file is as it was
+    printed = " ".join(done.stdout.split())
+    assert done.returncode == status and said in printed and not done.stderr, done.stdout + done.stderr
+    assert "(2 of" in printed
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    passed = {row["case"] for row in rows if row["status"] == "passed"}
+    assert ("length 63" in passed) is (name != "wrong") and ("length 7" in passed) is (name == "lingers")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +117,15 @@ def test_an_exit_status_is_no_verdict(monkeypatch, capsys, verdict, ended, statu
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert apart.run(["check"], "own:fn", 60.0) == status
     assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
+
+
+def test_an_error_of_the_kit_is_no_verdict(monkeypatch, capsys):
+    monkeypatch.setattr("gla_ref.__main__.main", lambda argv: 1 / 0)
+    monkeypatch.setattr(apart, "begin", lambda: True)
+    monkeypatch.setattr(apart, "finish", sys.exit)
+    with pytest.raises(SystemExit) as stopped:
+        shell(["check", "gla", "own:fn"])
+    assert stopped.value.code == 2 and "error: in the check itself, not in the kernel" in capsys.readouterr().err
 
 
 def test_an_interrupt_says_where_the_check_was(monkeypatch, capsys):

@@ -405,8 +405,8 @@ def numbered(way, kernel, names, suffix=""):
 
 FUSED = dict.fromkeys(("keys", "ready", "gated", "solved", "done"), 2)
 OF_GRADIENTS = {
-    "rows_ready": 2, "states_ready": 2, "keys_ready": 1, "factors_ready": 2, "states_done": 2, "rows_done": 2,
-    "sums_done": 2, "both_ready": 1, "keys_done": 1, "results_ready": 2,
+    "rows_ready": 2, "states_ready": 2, "keys_ready": 1, "factors_ready": 2, "both_ready": 1, "states_done": 2,
+    "rows_done": 2, "sums_done": 2, "keys_done": 1, "results_ready": 2,
 }  # fmt: skip
 THREE = {"ready": 3, "done": 3}
 # by their order in the kernel

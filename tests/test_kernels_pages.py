@@ -400,7 +400,7 @@ LONGER = {"gla_hopper": 220, "gated_delta_rule_hopper": 320}
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_page_is_a_page(file):
-    """About a hundred lines, blank ones not counted, and nothing imported but PyTorch, Triton and einops.
+    """About a hundred lines, blank ones not counted, and nothing imported but PyTorch and Triton.
 
     Warps that meet at barriers need more words: why nobody waits for ever is part of the kernel. The last lines, which
     run the page by itself, do not count.
@@ -412,7 +412,7 @@ def test_a_page_is_a_page(file):
     modules = {
         name for x in nodes for name in ([x.module] if isinstance(x, ast.ImportFrom) else [y.name for y in x.names])
     }
-    assert {name.split(".")[0] for name in modules} <= {"torch", "triton", "einops"}
+    assert {name.split(".")[0] for name in modules} <= {"torch", "triton"}
 
 
 @pytest.mark.skipif(CUDA, reason="about a host without a GPU")

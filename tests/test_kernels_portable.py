@@ -41,8 +41,10 @@ from triton import language as tl
 from gla_ref.kernels import delta, gla
 from gla_ref.kernels import linear_attention as linear
 from gla_ref.kernels.launch.hardware import CLASSES
+from gla_ref.kernels.launch.plan import spec_of
 from gla_ref.kernels.linear_attention import linear_attention, simple_gla
 from gla_ref.kernels.portable import delta_forward
+from gla_ref.kernels.portable.tiles import pattern, patterns
 
 # on Hopper "triton" of GLA may be another kernel: test_kernels_hopper.py
 KERNELS = {m: FORMS[m]["triton"] for m in LINEAR} | {m: FORMS[m]["triton_portable"] for m in EVERY}
@@ -472,3 +474,15 @@ with tempfile.TemporaryDirectory() as cache:
 def test_the_widest_walk_fits_a_multiprocessor():
     """`make compile` checks all launches; this one holds more tiles of keys than those of the delta rules."""
     assert 0 < int(in_process("-c", WALK)) <= CLASSES["sm_90"].shared_memory
+
+
+def test_strides_of_one_pattern():
+    """Wide accesses stay recognisable; else numbers are neither 1 nor multiples of 16, and told by one more."""
+    assert pattern(960, 48, 16, 1) == (960, 48, 16, 1)
+    assert pattern(960, 48, 16, 2) == (960, 48, 16, 2)  # a last stride of its own: as it is
+    for s in [(1050, 15, 5, 1), (0, 0, 8, 1), (960, 48, 24, 1)]:
+        *hidden, last, told = pattern(*s)
+        assert [n >> 4 for n in hidden] == list(s[:3]) and (last, told) == (1, 0)
+        assert all(n != 1 and n % 16 for n in hidden)
+    x, y = spec_of("x", torch.zeros(2, 16, 3, 16)), spec_of("y", torch.zeros(2, 16, 3, 7))
+    assert patterns(x, None, y) == [x.strides, None, pattern(*y.strides)]

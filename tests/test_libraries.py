@@ -98,24 +98,22 @@ def test_every_function_has_a_row_in_who_passes(recorded, monkeypatch):
 
 
 def test_a_refusal_is_no_wrong_number_in_who_passes():
-    refused = {
-        "case": "a",
-        "kind": "raises",
-        "message": "where only q is given: CompilationError: at 3:4:\n  x\nno (f, line 3 of x.py)",
-    }
+    refused = {"case": "a", "kind": "raises", "message": "AssertionError: scale must be positive (f, line 3 of x.py)"}
     off = {"case": "b", "quantity": "o", "kind": "error", "error": 3e-5, "budget": 2e-5}
     record = {"ok": False, "cases": 3, "failures": [refused, off], "diagnosis": [], "not_covered": {"dq": 2}}
     record |= {"smallest": "check.Case(T=3, K=1, V=2, gate='-1')", "reproduction": "check.kernel(only='a')"}
     row = who_passes.Row("fla.chunk_gla", "fla.chunk_gla fp32", {"environment": {"gpu": "CPU"}}, record)
     assert row.counts == (3, 1, 1) and row.right == 1
     assert row.worst == 1.5 and who_passes.verdicts([row])["wrong"] == ["fla.chunk_gla fp32"]
-    assert "<td>1 of 3</td><td>1</td><td>CompilationError: no</td>" in who_passes.refusals([row])
-    assert "the kit&#x27;s “b”" in who_passes.wrong([row])
+    assert "<li>a scale of 0 or less: <code>fla.chunk_gla fp32</code> (1 of 3 cases)</li>" in who_passes.refusals([row])
+    assert "the kit&#x27;s “b”" in who_passes.details([row])
     assert "only=&#x27;b&#x27;" in who_passes.details([row]), "the shrunken case fails as the first failure does"
     record["failures"].reverse()
-    assert "check.Case(T=3" in who_passes.details([row]) and "T 3, K 1, V 2, gates -1" in who_passes.wrong([row])
+    assert "check.Case(T=3" in (said := who_passes.details([row])) and "T 3, K 1, V 2, gates -1" in said
     assert "<td>CPU and CPU</td>" in who_passes.wrong([row, row]), "one row for a check, however many machines ran it"
-    assert "<td>3.0e-05</td><td>2.0e-05</td><td>1.5</td>" in who_passes.wrong([row])
+    assert "<td>b</td><td>o</td><td>3.0e-05</td><td>2.0e-05</td><td>1.5</td>" in who_passes.wrong([row])
+    record["failures"] += [refused | {"case": x, "message": "K >= 16"} for x in "ac"]
+    assert row.counts == (1, 1, 0) and row.verdict == "none", "today's claim excludes the sizes of two cases of three"
     record["failures"].append({"case": "b", "quantity": "o", "kind": "not finite", "error": "nan", "budget": 1.0})
     assert row.worst == float("inf") and "<td>not finite</td>" in who_passes.wrong([row])
 
@@ -123,6 +121,7 @@ def test_a_refusal_is_no_wrong_number_in_who_passes():
 def test_who_passes_names_every_refusal_and_the_sizes_that_are_refused():
     """A refusal that the page calls one of sizes comes from them: the cases of all other sizes are not refused."""
     refused = {"K or V no multiple of 8": lambda n: n % 8, "K or V below 16": lambda n: n < 16}
+    refused["K or V odd"] = lambda n: n % 2
     for row in who_passes.rows():
         cases = {case.name: case for case in check.cases(libraries.FUNCTIONS[row.function].mechanism)}
         for failure in (row.record or {}).get("failures", ()):

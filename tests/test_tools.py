@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import count_lines
 import count_tests
@@ -201,6 +202,16 @@ def test_what_runs_depends_on_the_commit_alone(name):
     assert [line for line in lines if CHANCE.search(line) and '"date": ' not in line] == []
 
 
+@pytest.mark.parametrize(
+    "expression, dropped",
+    [("(deep or hypothesis) and not gpu", {"gpu"}), ("not deep or site", set()), ("not (gpu or deep)", set())],
+)
+def test_what_is_not_collected_is_what_pytest_would_deselect(request, expression, dropped):
+    conftest = request.config.pluginmanager.get_plugin(f"{ROOT / 'tests' / 'conftest.py'}")
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+    assert {x for x in ("gpu", "site", "deep") if conftest.left_out(config, [getattr(pytest.mark, x)])} == dropped
+
+
 CHANGED = """
 import sys
 sys.path[:0] = ["tools", "src"]
@@ -217,6 +228,18 @@ assert tool.fingerprint(launch, 90) != mark
 tool.LIMIT = 1
 marks, left = tool.changed(90, [name], set())
 assert len(marks[name]) == 1 and left > 0
+every = tool.distinct(90, [*tool.CASES])
+kinds = tool.distinct(90, [*tool.CASES], kinds=True)
+kernels = lambda found: {(x.kernel, x.given("REVERSE")) for own in found.values() for x in own.values()}
+assert kernels(kinds) == kernels(every) and sum(map(len, kinds.values())) < sum(map(len, every.values())) / 2
+tool.LAUNCHES = tool.Path("none.json")
+sys.argv[1:] = ["--changed", "--arch", "90"]
+try:
+    tool.main()
+except SystemExit as error:
+    assert str(error).startswith("none.json: expected launches for sm_90"), error
+else:
+    raise AssertionError("compared with nothing")
 """
 
 

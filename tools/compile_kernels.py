@@ -1,8 +1,7 @@
 """Compile the kernels for GPUs that are not there: registers, spills, shared memory, rules of pipelining and barriers.
 
     python tools/compile_kernels.py [CASE ...] [--arch 75 80 ...]    # default: all; needs no GPU, some minutes
-    python tools/compile_kernels.py --triton --arch 90    # with the other versions of Triton that readers have
-    python tools/compile_kernels.py --gluon --arch 90    # only the launches of Gluon kernels
+    python tools/compile_kernels.py --triton --kinds --arch 90    # with the other versions of Triton that readers have
     python tools/compile_kernels.py --changed --arch 90    # only launches whose plan or source changed (--record: all)
 
 A plan says what a call launches on any class of GPU, and Triton's compiler needs a target, not a device; the assembler
@@ -15,9 +14,9 @@ barriers' bytes are their own (barriers.py). In the assembler's code no uniform 
 (sass.py).
 
 A launch's fingerprint is a hash of the version of Triton, of what its plan fixes, and of the source of its kernel with
-all that it calls. `--changed` compiles the launches that benchmarks/results/compiled-launches.json does not have, at
-most LIMIT of them, those of Gluon kernels first, then those of the widest heads. Only `--record` writes that file:
-every launch that compiled right.
+all that it calls; launches with the same fingerprint are compiled once. `--changed` compiles those that
+benchmarks/results/compiled-launches.json does not have, at most LIMIT of them, those of Gluon kernels first, then those
+of the widest heads. Only `--record` writes that file: every launch that compiled right.
 """
 
 import argparse
@@ -220,14 +219,9 @@ def report(found: dict) -> None:
         print(tabulate(rows, headers="keys", tablefmt="plain"), flush=True)
 
 
-def launches(arch: int, name: str, gluon: bool = False) -> list[Launch]:
-    """Every launch of a case for a class, or only those of Gluon kernels.
-
-    Raises:
-        ValueError: the plan refuses the case.
-    """
-    every = [x for p in (CASES | WIDE)[name].plans(arch) for x in p.launches]
-    return [x for x in every if x.kernel.is_gluon()] if gluon else every
+def launches(arch: int, name: str) -> list[Launch]:
+    """Every launch of a case for a class; ValueError if the plan refuses the case."""
+    return [x for p in (CASES | WIDE)[name].plans(arch) for x in p.launches]
 
 
 def fingerprint(launch: Launch, arch: int) -> str:
@@ -236,49 +230,70 @@ def fingerprint(launch: Launch, arch: int) -> str:
     return hashlib.sha256(repr((triton.__version__, arch, launch.kernel.cache_key, fixed)).encode()).hexdigest()[:16]
 
 
+def distinct(arch: int, names: list[str], kinds: bool = False) -> dict[str, dict | None]:
+    """The launches to compile by case and fingerprint, each in the first case that has it; None of a refused case.
+
+    With `kinds` a portable kernel has one launch of each direction and dtype, that of the widest heads, which needs
+    most: what else a case fixes changes numbers in the same code. Of Gluon kernels, where a case chooses among layouts
+    and roles, all launches stay.
+    """
+    taken, found = set(), {}
+    for name in sorted(names, key=lambda name: -wide(name)) if kinds else names:
+        try:
+            every = {fingerprint(x, arch): x for x in launches(arch, name)}
+        except ValueError:
+            found[name] = None
+            continue
+        found[name] = {}
+        for mark, x in every.items():
+            once = kinds and not x.kernel.is_gluon()
+            keys = {mark, (x.kernel, bool(x.given("REVERSE")), (CASES | WIDE)[name].dtype)} if once else {mark}
+            if keys.isdisjoint(taken):
+                found[name][mark] = x
+                taken |= keys
+    return found
+
+
+def wide(name: str) -> int:
+    """How many numbers a state of a case has."""
+    return (CASES | WIDE)[name].K * (CASES | WIDE)[name].V
+
+
+def recorded(arch: int) -> set[str]:
+    """The fingerprints of the launches that compiled right; without any there is nothing to compare with."""
+    marks = {r["fingerprint"] for r in results.read(LAUNCHES, "launches") if r["arch"] == arch}
+    return marks or sys.exit(f"{LAUNCHES.name}: expected launches for sm_{arch} (make compile ARCH={arch}), got none")
+
+
 def changed(arch: int, names: list[str], known: set[str]) -> tuple[dict[str, list[str]], int]:
-    """Fingerprints to compile by case, each in the first case that has it, and how many are left out."""
-    cases: dict[str, tuple[bool, int, str]] = {}
-    for name in names:
-        with contextlib.suppress(ValueError):  # a case that the plan refuses
-            for launch in launches(arch, name):
-                if (mark := fingerprint(launch, arch)) not in known:
-                    case = (CASES | WIDE)[name]
-                    cases.setdefault(mark, (not launch.kernel.is_gluon(), -case.K * case.V, name))
-    chosen = sorted(cases, key=lambda mark: (*cases[mark][:2], mark))[:LIMIT]
-    return {name: [mark for mark in chosen if cases[mark][2] == name] for name in names}, len(cases) - len(chosen)
+    """Fingerprints to compile by case, and how many are left out."""
+    every = [(mark, x, name) for name, own in distinct(arch, names).items() for mark, x in (own or {}).items()]
+    new = [(not x.kernel.is_gluon(), -wide(name), mark, name) for mark, x, name in every if mark not in known]
+    chosen = sorted(new)[:LIMIT]
+    return {name: [mark for *_, mark, case in chosen if case == name] for name in names}, len(new) - len(chosen)
 
 
-def has_gluon(arch: int, name: str) -> bool:
-    """Whether a case launches a Gluon kernel."""
-    try:
-        return bool(launches(arch, name, gluon=True))
-    except ValueError:
-        return False
-
-
-def compile_case(task: tuple[int, str, bool, list[str] | None]) -> dict:
-    """Every launch of a case for a class, or only those of Gluon kernels, or of these fingerprints.
+def compile_case(task: tuple[int, str, list[str] | None]) -> dict:
+    """The launches of a case for a class that have these fingerprints; None if the plan refuses the case.
 
     Returns:
         {"rows": [...], "right": fingerprints, "refused": what the plan said, "failed": what went wrong}.
     """
-    arch, name, gluon, marks = task
+    arch, name, marks = task
     found = {"arch": arch, "case": name, "rows": [], "right": [], "refused": "", "failed": ""}
     try:
-        chosen = launches(arch, name, gluon)
-        if marks is not None:
-            chosen = [x for x in chosen if fingerprint(x, arch) in marks]
+        every = {fingerprint(x, arch): x for x in launches(arch, name)}
     except ValueError as error:
         return found | {"refused": str(error)}
-    for launch in chosen:
+    for mark in marks:
+        launch = every[mark]
         try:
             row = compiled(launch, arch)
         except Exception as error:  # whatever the compiler says
             found["failed"] = f"{launch.name}: {str(error).strip()[-300:]}"
             continue
         found["rows"] += [] if row in found["rows"] else [row]
-        found["right"] += [] if row["broken"] else [fingerprint(launch, arch)]
+        found["right"] += [] if row["broken"] else [mark]
     return found
 
 
@@ -309,7 +324,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--record", action="store_true", help=f"write the launches that compiled right to {LAUNCHES.name}"
     )
-    parser.add_argument("--gluon", action="store_true", help="only launches of Gluon kernels")
+    parser.add_argument("--kinds", action="store_true", help="a portable kernel once a direction and dtype")
     versions = ", ".join(other_tritons.VERSIONS)
     about = f"compile with these versions instead; none: all of {versions} but the pinned"
     parser.add_argument("--triton", nargs="*", type=other_tritons.version, metavar="VERSION", help=about)
@@ -323,7 +338,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def compile_all(tasks: list[tuple[int, str, bool, list[str] | None]], jobs: int) -> list[dict]:
+def compile_all(tasks: list[tuple[int, str, list[str] | None]], jobs: int) -> list[dict]:
     """Compile the cases side by side; report each as soon as it is there."""
     everything = []
     with tempfile.TemporaryDirectory() as cache:
@@ -339,27 +354,24 @@ def compile_all(tasks: list[tuple[int, str, bool, list[str] | None]], jobs: int)
 def main() -> None:
     args = arguments()
     if args.triton is not None:
-        options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--gluon"] * args.gluon]
+        options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--kinds"] * args.kinds]
         sys.exit(other_tritons.compile_with(args.triton, options))
-    tasks = [
-        (arch, name, args.gluon, None)
-        for arch in args.arch
-        for name in args.cases or cases_of(arch)
-        if (arch >= 80 or (CASES | WIDE)[name].dtype != "bfloat16") and (not args.gluon or has_gluon(arch, name))
-    ]
-    if args.changed:
-        known = {r["fingerprint"] for r in results.read(LAUNCHES, "launches")}
-        marks, left = changed(args.arch[0], [name for _, name, _, _ in tasks], known)
-        print(f"{sum(map(len, marks.values()))} launches changed; {left} more are left to make nightly", flush=True)
-        tasks = [(arch, name, gluon, marks[name]) for arch, name, gluon, _ in tasks if marks[name]]
-        if not tasks:
-            return
+    tasks = []
+    for arch in args.arch:
+        names = [n for n in args.cases or cases_of(arch) if arch >= 80 or (CASES | WIDE)[n].dtype != "bfloat16"]
+        if args.changed:
+            marks, left = changed(arch, names, recorded(arch))
+            print(f"{sum(map(len, marks.values()))} launches changed; {left} more are left to make nightly", flush=True)
+        else:
+            marks = distinct(arch, names, args.kinds)
+        tasks += [(arch, name, own and [*own]) for name, own in marks.items() if own is None or own]
     if not tasks:
-        sys.exit("expected a case that is compiled for these classes, got none")
+        sys.exit(0 if args.changed else "expected a launch that is compiled for these classes, got none")
     begun = time.time()
     everything = compile_all(tasks, args.jobs)
     wrong = [text for found in everything for text in wrongs(found)]
-    print(f"Triton {triton.__version__}: {len(tasks)} cases in {time.time() - begun:.0f} s", flush=True)
+    count = sum(len(own or ()) for *_, own in tasks)
+    print(f"Triton {triton.__version__}: {count} launches in {time.time() - begun:.0f} s", flush=True)
     if args.record:
         rows = [{"arch": x["arch"], "fingerprint": mark} for x in everything if not wrongs(x) for mark in x["right"]]
         results.merge(LAUNCHES, results.environment(None), "launches", rows, key=("arch", "fingerprint"))

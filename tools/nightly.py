@@ -59,7 +59,7 @@ PARTS = {
     "notebooks": Part("test-notebooks", (*CODE, *BOOK, "tools"), "every notebook from the site, the package missing"),
     "pdf": Part("pdf", (*CODE, *BOOK, "tools"), "the printed edition"),
     "compile": Part("compile", (*CODE, *APART, "tools"), "every launch for every class of GPU"),
-    "versions": Part("compile-versions", (*CODE, *APART, "tools"), "every launch for sm_90 by the other Tritons"),
+    "versions": Part("compile-versions", (*CODE, *APART, "tools"), "every kernel for sm_90 by the other Tritons"),
 }
 
 
@@ -112,6 +112,29 @@ def run(name: str) -> dict:
     }
 
 
+#: what writes the records of a kind, unless their environment names a program of an earlier commit
+PROGRAMS = {
+    "records": "benchmarks/run.py",
+    "checks": "benchmarks/check_peers.py",
+    "scaling": "benchmarks/scaling.py",
+    "versions": "benchmarks/versions.py",
+    "stress": "tools/stress_gpu.py",
+    "launches": "tools/compile_kernels.py",
+    "museum": "python -m gla_ref check --museum",
+    **dict.fromkeys(("mqar", "language", "ablations"), "python -m gla_ref.experiments"),
+    "tests": "make test-gpu",
+}
+
+
+def readers(kind: str) -> str:
+    """The chapters, pages, tests and programs that load the records of a kind."""
+    call = r'load\("h200"\)' if kind == "records" else rf'(?:load\(|records\("\w+", |read\([A-Z]).*"{kind}"'
+    names = set()
+    for pattern in ("book/*.md", "src/gla_ref/book/**/*.py", "tests/test_*.py", "tools/*.py"):
+        names |= {path.stem for path in ROOT.glob(pattern) if re.search(call, path.read_text())}
+    return ", ".join(name[:2] if name[0].isdigit() else name for name in sorted(names - {"test_results"})) or "–"
+
+
 def status() -> str:
     """The text of docs/status.md."""
     rows, measured = [], []
@@ -134,26 +157,18 @@ def status() -> str:
     if measured:
         text += "\nPromises of speed, as measured in these runs:\n\n"
         text += tabulate([[what, f"{seconds:.2f}"] for what, seconds in measured], ["what", "seconds"], "github") + "\n"
-    kept = {path.name: json.loads(path.read_text()) for path in sorted(RECORD.parent.glob("*.json")) if path != RECORD}
-    machines = [data.get("environment", data) for data in kept.values()]
-    text += (
-        "\n## Records\n\nWhat has been measured and compiled, on which machine and when (`benchmarks/results/`).\n\n"
-    )
-    text += tabulate(
-        [
-            [
-                f"`{name}`",
-                e["gpu"] or "no GPU",
-                e["torch"],
-                ", ".join(sorted(results.tritons(data))) or e["triton"],
-                e["date"],
-            ]
-            for (name, data), e in zip(kept.items(), machines, strict=True)
-        ],
-        ["file", "machine", "PyTorch", "Triton", "date"],
-        "github",
-    )
-    return text + "\n"
+    text += "\n## Records\n\nWhat has been measured and compiled (`benchmarks/results/`): by which program, on which "
+    text += "machine and when, and which chapters, pages, tests and programs read it.\n\n"
+    rows = []
+    for path in sorted(set(RECORD.parent.glob("*.json")) - {RECORD}):
+        data = json.loads(path.read_text())
+        e, *kinds = data.pop("environment", data), *data
+        kind = "tests" if "gpu" in data else kinds[0]  # the summary of a run of tests has no environment apart
+        tritons = ", ".join(sorted(results.tritons(data | {"environment": e}))) or e["triton"]
+        program = e.get("program") or PROGRAMS[kind]
+        rows.append([f"`{path.name}`", e["gpu"] or "no GPU", e["torch"], tritons, e["date"], program, readers(kind)])
+    head = ["file", "machine", "PyTorch", "Triton", "date", "program", "read by"]
+    return text + tabulate(rows, head, tablefmt="github") + "\n"
 
 
 def main() -> int:

@@ -3,7 +3,8 @@
 `check gla my_module:my_fn` says whether a function is right, and if not, where and why.
 `check --museum` runs bugs that public libraries shipped: is each caught and named here?
 `doctor` says what is installed here, which kernels would run, and on a GPU whether they are right.
-Exit status: 0 right, 1 wrong, 2 cannot run as asked, or the kernel that is checked ended its process.
+Exit status: 0 right, 1 wrong (also where the kernel that is checked ends or breaks its process), 2 cannot run as asked,
+or an error of the check itself.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import os
 import pkgutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -104,7 +107,7 @@ def check_kernel(args: argparse.Namespace) -> int:
     fn = load(args.kernel)
     apart.beat(args.time_limit)
     if not args.ranks:
-        return told(args, check.kernel(args.mechanism, fn, **options), fn)
+        return told(args, check.kernel(args.mechanism, fn, **options, journal=Journal() if apart.folder else None), fn)
     with over_ranks(args) as options["device"]:
         subject = check.OverRanks(fn, device=options["device"], layout=args.layout)
         if subject.rank:
@@ -115,6 +118,21 @@ def check_kernel(args: argparse.Namespace) -> int:
         if subject.busy and apart.folder:  # a rank hangs, and nothing that waits for it would end
             apart.finish(status)
         return status
+
+
+class Journal(dict):
+    """The rows of each case, of all the processes of a check; one that a case has broken ends, and the next goes on."""
+
+    def __init__(self):
+        from .check import Row
+
+        super().__init__({case: [Row(**row) for row in rows] for case, rows in apart.kept().items()})
+
+    def __setitem__(self, case: str, rows: list) -> None:
+        super().__setitem__(case, rows)
+        apart.keep(case, [asdict(row) for row in rows])
+        if any(row.kind == "breaks" for row in rows):
+            os._exit(1)
 
 
 def listed(args: argparse.Namespace, options: dict) -> int:
@@ -372,18 +390,26 @@ def shell(argv: list[str]) -> int:
     A letter that the shell's encoding lacks, such as α in cp1252, is printed as its number.
     """
     sys.stdout.reconfigure(errors="backslashreplace")
+    it = parser()
+    args = it.parse_args(argv)
     if apart.begin():
         try:
             status = main(argv)
         except Refused as refused:
             status = refused.code
+        except Exception:  # the kit's own, or of a device that the kernel broke: then another child goes on
+            from .check._run import broken
+
+            if broken(torch.device(args.device)):
+                raise
+            traceback.print_exc()
+            print(f"{it.prog}: error: in the check itself, not in the kernel", file=sys.stderr)
+            status = 2
         apart.finish(status)
-    it = parser()
-    args = it.parse_args(argv)
     if args.command != "check" or args.kernel is None:
         return main(argv)
     try:
-        return apart.run(argv, args.kernel, args.time_limit)
+        return apart.run(argv, args.kernel, args.time_limit, again=not args.ranks)
     except OSError as reason:
         it.error(f"cannot start a process: {reason}")
 

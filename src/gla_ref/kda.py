@@ -32,21 +32,10 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Token by token; in float64 the oracle of this mechanism (Kimi Linear, 2025, eq. 1).
 
+    Arguments, results and errors are those of :func:`gla_ref.delta_rule.recurrent`, and:
+
     Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`, of length at most 1 if the state is to stay bounded.
-        v: values `[B, T, HV, V]`, HV a multiple of H.
         g: natural log gates `[B, T, HV, K]` in [-inf, 0].
-        beta: write strengths `[B, T, HV]` in [0, 2].
-        scale: factor on q, K^-0.5 when None.
-        initial_state: `[N_seq, HV, K, V]`, zeros when None.
-        cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed sequences (B = 1).
-
-    Returns:
-        o `[B, T, HV, V]` in the dtype of v, and the final state `[N_seq, HV, K, V]`, at least float32.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
     """
     q, k = (for_value_heads(x, v.shape[2]) for x in (scale * q, k))
     S, o = initial_state, []

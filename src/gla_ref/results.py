@@ -190,9 +190,8 @@ def load(gpu: str | None = None, folder: str | None = None, kind: str = "records
             directory and the directories above it.
         kind: "records" of run.py, "checks" of check_peers.py, "scaling" of scaling.py,
             "museum" of `python -m gla_ref check --museum`; of :mod:`gla_ref.experiments` the experiment's name;
-            "waits" (by clocks.py of commit 1cbe72c), "trainings" (by split_training.py of commit da81b34a), "first",
-            "throughput", "steps", "parts", "late reads", "models" and "trials", whose environment names where they
-            come from.
+            "waits", "trainings", "first", "throughput", "steps", "parts", "models", "length", "alarms" and "trials",
+            whose environment names their program and its commit. docs/status.md lists all.
 
     Returns:
         The content of the file, or None if there is no such file.

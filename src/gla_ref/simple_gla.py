@@ -20,20 +20,10 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Token by token; in float64 the oracle of this mechanism (Mamba-2 paper, section 2; RetNet paper, eq. 6).
 
+    Arguments, results and errors are those of :func:`gla_ref.gla.recurrent`, without g_v, but:
+
     Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, H, V]`.
         g: natural log gates `[B, T, H]` in [-inf, 0].
-        scale: factor on q, K^-0.5 when None.
-        initial_state: `[N_seq, H, K, V]`, zeros when None.
-        cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed sequences (B = 1).
-
-    Returns:
-        o `[B, T, H, V]` in the dtype of v, and the final state `[N_seq, H, K, V]`, at least float32.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
     """
     S, o = initial_state, []
     for t in range(q.shape[1]):

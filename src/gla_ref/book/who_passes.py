@@ -1,4 +1,4 @@
-"""The tables of appendix "Who passes so far": other libraries' functions under the check kit's cases.
+"""The tables of appendix "Who passes": other libraries' functions under the check kit's cases.
 
 Every function of ``gla_ref.compat.libraries.FUNCTIONS`` has a row for each of its records, and one that says so if
 it has none.
@@ -7,7 +7,6 @@ it has none.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from html import escape
 from typing import NamedTuple
 
@@ -20,14 +19,13 @@ NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of f
 REASONS = {  # what a function refuses, by a part of its message
     "No available kernel": "K or V no multiple of 8",
     "K >= 16": "K or V below 16",
+    "requires even K and V": "K or V odd",
     "shared memory": "wide heads",
-    "upgrade Triton": "gradients",
-    "Backward pass": "gradients",
+    "Backward pass": "any gradient",
     "scale must be positive": "a scale of 0 or less",
     "'NoneType' object": "gradients where the state needs none",
-    "size of tensor": "value heads that share a key head",
 }
-
+SIZES = "K or V"  # how a reason begins that today's claims exclude; a record may be older than the claim
 
 QUANTITY = re.compile(r"o|S|d\w+|[kv]_cache")  # what may be missing of a case that was judged
 
@@ -41,15 +39,29 @@ class Row(NamedTuple):
     record: dict | None
 
     @property
+    def refused(self) -> dict[str, set[str]]:
+        """Cases without a number to judge, by the reason."""
+        found = {}
+        for f in (self.record or {}).get("failures", ()):
+            if f["kind"] in NO_NUMBER:
+                reason = next((why for part, why in REASONS.items() if part in f["message"]), "for another reason")
+                found.setdefault(reason, set()).add(f["case"])
+        return found
+
+    @property
+    def unclaimed(self) -> set[str]:
+        """Cases with sizes that the library does not claim, as we found out by them."""
+        return set().union(*(cases for reason, cases in self.refused.items() if reason.startswith(SIZES)))
+
+    @property
     def counts(self) -> tuple[int, int, int] | None:
-        """Cases that were tried, gave a wrong number, and were refused; None without a verdict."""
+        """Claimed cases that were tried, gave a wrong number, and were refused; None without a report."""
         r = self.record
         if r is None or r["ok"] is None:
             return None
-        if groups := r.get("groups"):
-            return tuple(sum(g[n] for g in groups.values()) for n in ("tried", "wrong", "refused"))
         wrong = {f["case"] for f in r["failures"] if f["kind"] not in NO_NUMBER}
-        return r["cases"], len(wrong), len({f["case"] for f in r["failures"]} - wrong)
+        refused = set().union(*self.refused.values()) - wrong
+        return r["cases"] - len(self.unclaimed), len(wrong), len(refused - self.unclaimed)
 
     @property
     def worst(self) -> float:
@@ -59,7 +71,7 @@ class Row(NamedTuple):
 
     @property
     def right(self) -> int:
-        """How many cases are right, without those that were left out because the function lacks an argument."""
+        """How many claimed cases are right, without those left out because the function lacks an argument."""
         tried, wrong, refused = self.counts
         left = {name: n for name, n in self.record["not_covered"].items() if not QUANTITY.fullmatch(name)}
         return tried - wrong - refused - sum(left.values())
@@ -67,7 +79,7 @@ class Row(NamedTuple):
     @property
     def verdict(self) -> str:
         """Wrong (a number over its budget or not finite), refuses, right or none, the first that the record has."""
-        if self.counts is None:
+        if self.counts is None or 2 * len(self.unclaimed) > self.record["cases"]:
             return "none"
         return "wrong" if self.worst else "refuses" if self.counts[2] else "right"
 
@@ -80,18 +92,26 @@ def _budgets(failure: dict) -> float:
 
 
 def rows() -> list[Row]:
-    """Return the rows in the order of FUNCTIONS: at least one for each."""
+    """Return the rows in the order of FUNCTIONS: at least one for each, and for its forward pass if it has no other."""
     listed = []
     for name in FUNCTIONS:
         here = [
-            Row(name, f"{r['subject']} {r['dtype']}" + (" full" if r["level"] == "full" else ""), data, r)
+            Row(name, _named(r), data, r)
             for data in (results.load(gpu, kind="checks") for gpu in ("nvidia", "cpu"))
             for r in (data["checks"] if data else ())
             if r["subject"].split()[0] == name and claimed(name, r["dtype"])
         ]
+        names = {row.name for row in here}
+        here = [row for row in here if row.name.replace(" ", " forward ", 1) not in names]
         listed += sorted(here, key=lambda row: (row.data["environment"]["gpu"] == "CPU", row.name))
         listed += [] if here else [Row(name, name, None, None)]
     return listed
+
+
+def _named(record: dict) -> str:
+    """A check's name; one whose gradients are not covered is of the forward pass."""
+    forward = " forward" * ("dq" in (record.get("not_covered") or ()) and "forward" not in record["subject"])
+    return f"{record['subject']}{forward} {record['dtype']}" + " full" * (record["level"] == "full")
 
 
 def claimed(name: str, dtype: str) -> bool:
@@ -121,15 +141,15 @@ def _cell(counts: dict | None) -> str:
 
 
 def matrix(rows: list[Row]) -> str:
-    """Return, as HTML, a row for each record: its cases by group, its seconds, its commit.
+    """Return, as HTML, a row for each record: its cases by group, and its seconds.
 
-    A record without counts by group, or with refusals in most cases, has its counts in words instead.
+    A record that lacks counts by group, or refuses most cases, or some for their sizes, has counts in words instead.
     """
     groups = list(dict.fromkeys(g for row in rows if row.record for g in row.record.get("groups", ())))
     lines = []
     for row in rows:
         record = row.record or {}
-        if row.counts and record.get("groups") and 2 * row.counts[2] < row.counts[0]:
+        if row.counts and record.get("groups") and not row.unclaimed and 2 * row.counts[2] < row.counts[0]:
             counts = dict(record["groups"])
             if counts["scales"]["tried"] == record["not_covered"].get("scale"):
                 counts["scales"] = None
@@ -138,50 +158,49 @@ def matrix(rows: list[Row]) -> str:
             kind = {"wrong": "wrong", "refuses": "refused"}.get(row.verdict, "")
             cells = f'<td colspan="{len(groups) or 1}"><span class="{kind}">{escape(_summary(row))}</span></td>'
         compiling = f" ({record['compiling_s']:.0f})" if record.get("compiling_s") else ""
-        spent = (f"{record['seconds']:.0f}{compiling}", record["commit"][:7]) if record else ("", "")
-        cells += "".join(f"<td>{x}</td>" for x in spent)
+        cells += f"<td>{record['seconds']:.0f}{compiling}</td>" if record else "<td></td>"
         name = re.sub(r"([._])", r"\1<wbr>", escape(row.name))  # a phone may break it
         lines.append(f'<tr><th style="min-width: 8rem">{name}</th><td>{escape(_on(row))}</td>{cells}</tr>')
-    return _table(("check", "on", *(groups or ["verdict"]), "seconds (compiling)", "commit"), lines)
+    return _table(("check", "on", *(groups or ["verdict"]), "seconds (compiling)"), lines)
 
 
 def _summary(row: Row) -> str:
     """A record's verdict in words, or why it has none."""
     if row.record is None:
-        only = FUNCTIONS[row.function].claim.split(", ")
-        return "no verdict: not run" + (" in float32, the only dtype that it claims" if "float32" in only else "")
+        return "no verdict: not run"
     if row.counts is None:
         why = row.record["message"].split(":")[0]
         done = re.findall(r"^(\d+) (\d+)\b", row.record["message"], re.M)[-1:]
-        return f"no verdict: {why}" + "".join(f", {n} of {total} cases run" for n, total in done)
+        return f"no verdict: {why}" + "".join(f"; {n} of {total} cases begun" for n, total in done)
     tried, wrong, refused = row.counts
-    messages = [f["message"] or "" for f in row.record["failures"] if f["kind"] in NO_NUMBER]
-    reasons = dict.fromkeys(why for message in messages for part, why in REASONS.items() if part in message)
+    reasons = ", ".join(reason for reason in row.refused if not reason.startswith(SIZES))
     counted = {
         "right": row.right,
         "wrong": wrong,
-        f"refused ({', '.join(reasons)})": refused,
+        f"refused ({reasons})": refused,
         "left out": tried - row.right - wrong - refused,
+        "not claimed": len(row.unclaimed),
     }
-    return f"of {tried} cases: " + ", ".join(f"{n} {name}" for name, n in counted.items() if n or name == "right")
+    said = ", ".join(f"{n} {name}" for name, n in counted.items() if n or name == "right")
+    return "no verdict: " * (row.verdict == "none") + f"of {row.record['cases']} cases {said}"
 
 
 def _on(row: Row) -> str:
-    """The machine of a record, and the Triton if the record names it: that of its file is the last run's."""
-    if row.data is None:
-        return ""
-    triton = row.record.get("triton")
-    return row.data["environment"]["gpu"].removeprefix("NVIDIA ") + (f", Triton {triton}" if triton else "")
+    """The machine of a record."""
+    return row.data["environment"]["gpu"].removeprefix("NVIDIA ") if row.data else ""
 
 
 def claims() -> str:
-    """Return, folded, the claim of each function and the place of the claim."""
+    """Return, folded, the functions by claim and by the claim's place."""
+    by = {}
+    for name, it in FUNCTIONS.items():
+        by.setdefault((it.claim, it.source), []).append(name)
     lines = [
-        "<tr>" + "".join(f"<td>{escape(x)}</td>" for x in (name, it.mechanism, it.claim, it.source)) + "</tr>"
-        for name, it in FUNCTIONS.items()
+        "<tr>" + "".join(f"<td>{escape(x)}</td>" for x in (claim, ", ".join(names), source)) + "</tr>"
+        for (claim, source), names in by.items()
     ]
-    table = _table(("function", "mechanism", "claims", "according to"), lines)
-    return f"<details><summary>The claims of {len(lines)} functions</summary>{table}</details>"
+    table = _table(("claims", "functions", "according to"), lines)
+    return f"<details><summary>The claims of {len(FUNCTIONS)} functions</summary>{table}</details>"
 
 
 def _table(head: tuple[str, ...], lines: list[str]) -> str:
@@ -189,79 +208,61 @@ def _table(head: tuple[str, ...], lines: list[str]) -> str:
     return f'<table class="table"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
-def _line(message: str) -> str:
-    """The line of an error message that says what was wrong, without the place where it was raised."""
-    lines = re.sub(r"^where [^:]*: ", "", message).strip().splitlines() or [""]
-    line = f"{lines[0]} {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
-    return re.sub(r": at [\d:]+", ":", re.sub(r" \([^()]*, line \d+[^()]*\)$", "", line))[:160]
-
-
 def refusals(rows: list[Row]) -> str:
-    """Return, as HTML, what the functions refuse, in how many cases, and their messages."""
-    lines = []
+    """Return, as HTML, a line for each thing that functions refuse although they claim it, and which these are."""
+    by = {}
     for row in rows:
-        said = {
-            (f["case"], _line(f["message"] or ""))
-            for f in (row.record or {}).get("failures", ())
-            if f["kind"] in NO_NUMBER
-        }
-        for line, n in Counter(line for _, line in said).most_common():
-            reason = next((why for part, why in REASONS.items() if part in line), "")
-            cells = row.name, reason, f"{n} of {row.counts[0]}", row.right, line
-            lines.append("<tr>" + "".join(f"<td>{escape(str(x))}</td>" for x in cells) + "</tr>")
-    return _table(("function", "refuses", "cases", "right", "its message"), lines) if lines else ""
+        for reason, cases in row.refused.items() if row.verdict != "none" else ():
+            if not reason.startswith(SIZES):
+                said = f"<code>{escape(row.name)}</code> ({len(cases)} of {row.counts[0]} cases)"
+                by.setdefault(reason, []).append(said)
+    return "<ul>" + "".join(f"<li>{escape(reason)}: {', '.join(who)}</li>" for reason, who in by.items()) + "</ul>"
 
 
 def wrong(rows: list[Row]) -> str:
-    """Return, as HTML, the checks with wrong numbers, the worst first, and the smallest input that shows it."""
+    """Return, as HTML, the checks with wrong numbers, the worst first, and the worst case of each."""
     lines, by = [], {}
     for row in sorted((row for row in rows if row.worst), key=lambda row: -row.worst):
         by.setdefault(row.name, []).append(row)
     for row, *others in by.values():
-        failures = [f for f in row.record["failures"] if f["kind"] not in NO_NUMBER]
-        worst = max(failures, key=_budgets)
+        worst = max((f for f in row.record["failures"] if f["kind"] not in NO_NUMBER), key=_budgets)
         off = (f"{float(worst['error']):.1e}", f"{row.worst:.1f}") if row.worst < float("inf") else ("not finite", "")
         on, count = " and ".join(map(_on, (row, *others))), f"{row.counts[1]} of {row.counts[0]}"
-        cells = row.name, on, count, _input(row.record), worst["quantity"], off[0], f"{worst['budget']:.1e}", off[1]
-        lines.append("<tr>" + "".join(f"<td>{escape(x)}</td>" for x in cells) + "</tr>")
-    head = "check", "on", "wrong", "smallest wrong input", "worst", "error", "budget", "ratio"
+        where = worst["case"], worst["quantity"], off[0], f"{worst['budget']:.1e}", off[1]
+        lines.append("<tr>" + "".join(f"<td>{escape(x)}</td>" for x in (row.name, on, count, *where)) + "</tr>")
+    head = "check", "on", "cases", "worst case", "quantity", "error", "budget", "error / budget"
     return _table(head, lines) if lines else ""
 
 
-def _input(record: dict) -> str:
-    """The input of `_lines`: sizes, gates and scale of a shrunken case, or the name of one of the kit's own."""
-    x = dict(re.findall(r"(\w+)='?([^',)]+)", _lines(record)[0]))
-    if "T" not in x:
-        return f"the kit's “{x['only']}”"
-    x["gates"] = "" if x["gate"] == "zero" else x["gate"]
-    return ", ".join(f"{n} {x[n]}" for n in ("T", "K", "V", "gates", "scale") if x.get(n))
-
-
-def _lines(record: dict) -> tuple[str, str]:
-    """Lines that run a case with a wrong number, and a sentence where that case is not a shrunken one.
+def _lines(record: dict) -> str:
+    """Lines that run a shrunken case with a wrong number; without one, the worst of the kit's own.
 
     The shrunken case of a record fails as the record's first failure does, which may be a refusal.
     """
     if record["smallest"] and record["failures"][0]["kind"] not in NO_NUMBER:
-        return record["smallest"], ""
+        return record["smallest"]
     worst = max((f for f in record["failures"] if f["kind"] not in NO_NUMBER), key=_budgets)
-    lines = re.sub(r"only='[^']*'", lambda _: f"only={worst['case']!r}", record["reproduction"])
-    return lines, "<p>This record has no shrunken case of it; the lines run one of the kit's own.</p>"
+    return re.sub(r"only='[^']*'", lambda _: f"only={worst['case']!r}", record["reproduction"])
+
+
+def _input(lines: str) -> str:
+    """The input of such lines: sizes, gates and scale of a shrunken case, or the name of one of the kit's own."""
+    x = dict(re.findall(r"(\w+)='?([^',)]+)", lines))
+    if "T" not in x:
+        return f"the kit's “{x['only']}”"
+    x["gates"] = x.get("gate", "zero").replace("zero", "")
+    return ", ".join(f"{n} {x[n]}" for n in ("T", "K", "V", "gates", "scale") if x.get(n))
 
 
 def details(rows: list[Row]) -> str:
-    """Return, folded, lines that show the worst wrong number of each function, in the order of :func:`wrong`."""
+    """Return, folded, lines that show a wrong number of each function, in the order of :func:`wrong`."""
     by = {}
     for row in sorted((row for row in rows if row.worst), key=lambda row: -row.worst):
         by.setdefault(row.function, row)
     parts = []
     for row in by.values():
-        named = "; ".join(d["mistake"] for d in row.record["diagnosis"])
         cases = ", ".join(dict.fromkeys(f["case"] for f in row.record["failures"] if f["kind"] not in NO_NUMBER))
-        if row.worst < float("inf"):
-            named = named.replace(": not a number after a reset", ", which lose digits after a strong gate")
-        lines, note = _lines(row.record)
-        parts.append(f"<details><summary><b>{escape(row.name)}</b> ({escape(_on(row))})</summary>")
-        parts.append(f"<p>The kit's explanation: {escape(named)}.</p>" if named else "")
-        parts.append(f"<p>Wrong in: {escape(cases)}.</p>{note}<pre>{escape(lines)}</pre></details>")
+        lines = _lines(row.record)
+        parts.append(f"<details><summary><b>{escape(row.name)}</b>: {escape(_input(lines))}</summary>")
+        parts.append(f"<p>Wrong in: {escape(cases)}.</p><pre>{escape(lines)}</pre></details>")
     return "".join(parts)

@@ -11,7 +11,7 @@ tokens are split over ranks: `torchrun --nproc-per-node 2 -m gla_ref check gla m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -92,6 +92,7 @@ def kernel(
     time_limit: float = SECONDS,
     races: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    journal: MutableMapping[str, list[Row]] | None = None,
 ) -> Report:
     """Run a kernel on the cases of its mechanism and hold every result against the float64 recurrence.
 
@@ -129,6 +130,8 @@ def kernel(
         time_limit: seconds a call may take, compilation included, before it counts as hanging.
         races: calls of one case that look for a rare race; 600 on a GPU and 8 on a CPU if not given.
         progress: called with (cases done, cases in all, name of the next).
+        journal: {case: rows} of cases that were called in a process before; gets the rows of each case called here.
+            After an error that the device does not survive, the rest needs a new process, as the command line has it.
 
     Returns:
         a :class:`Report`; `report.ok` is the verdict.
@@ -173,5 +176,6 @@ def kernel(
         skipped=[case.name for case in chosen if case not in tried],
     )
     telling = tuple(case for case in ladder.cases if case.telling and case not in chosen)
-    examine(Examiner(subject, dtype, seed, claim, telling), report, progress or (lambda done, total, name: None))
+    journal = {} if journal is None else journal
+    examine(Examiner(subject, dtype, seed, claim, telling), report, progress or (lambda *_: None), journal)
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from random import Random
 
 import torch
@@ -21,6 +22,8 @@ SEARCH = 40  # random cases of the full level
 MANY = 70  # batch entries or packed sequences, more than a block of 64 holds that looks them all up
 MILD = "logsigmoid/16"
 BY_CHUNKS = "mild and strong chunks by turns"  # heads take turns too, so a lost state still shows
+WEAK_HEAD = "strong but in one head"
+TURNS = HAND_OVER, RELAY = "hand-over", "relay"  # keys hand the state from a channel to another before it is erased
 GATES = (
     "zero",
     "-1e-4",
@@ -53,7 +56,8 @@ class Case:
 
     Attributes:
         name: what the report calls it.
-        gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16".
+        gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16". "hand-over" and "relay" also
+            choose keys, strengths and where values are written (`turned`), of a delta rule without gates, too.
         floor: what no gate is below, where a kernel claims no more; None for the ladder's own.
         strength: what write strengths stay below, 1 or 2.
         beta: every write strength, 0, 1 or 2, instead of random ones; None for those.
@@ -155,6 +159,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found.append(Case("gate many resets", T=3 * C + 3, H=2, gate=GATES[-1], telling=True))
     ends, others = (0, 0, 33, 33, 40, 120, 130, 130), (0, 20, 20, 53, 90, 97, 97, 130)
     packed = {"B": 1, "T": ends[-1], "ends": ends}
+    strong = {"B": 1, "H": 4, "K": 8, "V": 4, "T": 6 * C}  # equal sizes are worked out side by side
     whole = (0, C, 3 * C, 3 * C, 6 * C + 8, 6 * C + SUB + 8, 7 * C + SUB + 8)
     many = tuple(n + n // 3 for n in range(MANY + 1))
     joint = {"B": 1, "H": 9, "V": 20, "gate": BY_CHUNKS if gates else MILD}
@@ -231,6 +236,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         names = "gate -1e-4 long", "gate -1 long", "gate many resets packed"
         found += [case for case in later if case.name in names]
         found.append(Case("gates in float32", other=gates[0]))
+        # a state that is dropped where gates are strong on average
+        found.append(Case(WEAK_HEAD, **strong, gate=WEAK_HEAD))
     if strengths:
         found.append(Case("strengths up to 2", strength=2.0, T=2 * C + 3, telling=True))
         found += [Case(f"strength {x}", beta=float(x), T=C + SUB + 3) for x in (0, 1, 2)]
@@ -242,6 +249,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         # an earlier octave has a unit of its own: what later tokens do to it shows
         found.append(Case("later tokens loud", loud=(C, 2 * C + 3), T=2 * C + 3))
         found.append(Case("strengths in float32", other=strengths[0]))
+        found.append(Case(HAND_OVER, **strong, gate=HAND_OVER))
+        found.append(Case(RELAY, **strong | {"H": 2, "K": 4, "T": 16 * C}, gate=RELAY))
     if kind.mechanism.multiples:
         found += [
             Case("value heads", groups=2, T=C + SUB + 3, telling=True),
@@ -255,6 +264,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         sizes += ((1, 1, 256, kind.widest),)
         found += [Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1) for B, H, K, V in sizes]
         found += [case for case in later if gates and case not in found]
+        for turn, T in product(TURNS if strengths else (), (8192, 32768)):
+            found.append(Case(f"{turn}, {T} tokens", **strong | {"H": 2, "T": T}, gate=turn))
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
 
@@ -311,9 +322,54 @@ def gate(kind: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
         return torch.full(shape, (-80.0 + float(kind[7] + "1e-3")) / C, dtype=F64)
     if kind == "resets at chunk ends":
         return torch.where((t % C == 0) | (t % C == C - 1), -torch.inf, mild)
+    if kind in (WEAK_HEAD, *TURNS) and (kind == WEAK_HEAD or len(shape) < 4):
+        head = torch.arange(shape[2]).view(-1, *[1] * (len(shape) - 3))
+        return torch.where(head == shape[2] - 1, -1e-3, -2.5).to(F64).expand(shape).clone()
+    if kind in TURNS:
+        (a, b), i = channels(shape, kind == RELAY), t % SUB
+        lost = a & (i >= 12) | b & (i < 4) if kind == RELAY else a & (i >= 8) | b & (i < 8)
+        return torch.where(a | b, torch.where(lost, -4.95, -1e-3), -2.5).to(F64).expand(shape).clone()
     if kind == "many resets":
         return torch.where(torch.rand(shape, generator=rng) < 0.1, -torch.inf, 4 * mild)
     return torch.full(shape, 0.0 if kind == "zero" else float(kind), dtype=F64)
+
+
+def channels(shape: tuple[int, ...], relay: bool) -> tuple[Tensor, Tensor]:
+    """The channel of each head `[1, T or 1, H, K]` that a state is handed over from, and the one that takes it.
+
+    In a relay the second hands it back in the next sub-chunk.
+    """
+    _, T, H, K = shape
+    h, d = 2 * torch.arange(H).view(-1, 1), torch.arange(K)
+    back = (torch.arange(T).view(1, -1, 1, 1) // SUB % 2 == 1) & relay
+    a, b = d == h % K, d == (h + 1) % K
+    return torch.where(back, b, a), torch.where(back, a, b)
+
+
+def turned(x: dict[str, Tensor], relay: bool) -> None:
+    """Make the keys and strengths of tensors turn the state from one channel into another in every sub-chunk, in place.
+
+    In a hand-over a key between the two channels moves half of it at once. A relay turns it by eight keys, loses less,
+    and writes between its turns only. Where no gate erases the first channel, a key along it does.
+    """
+    q, k, v, beta = (x[n] for n in ("q", "k", "v", "beta"))
+    (a, b), i = channels(k.shape, relay), (torch.arange(k.shape[1]) % SUB).view(1, -1, 1, 1)
+    one, other = a.to(F64), b.to(F64)
+    q[:] *= torch.where(a | b, 8 if relay else 3, 1)
+    if relay:
+        turn = math.pi / 16 * (i - 3)
+        k[:] = torch.where(i < 4, one, torch.where(i < 12, turn.cos() * other - turn.sin() * one, other))
+        turns = (i >= 4) & (i < 12)
+        beta[:] = torch.where(turns, 0.99, 0.03)[..., 0]
+        v[:] *= torch.where(turns, 0, 4)
+        return
+    k.masked_fill_(a | b, 0)
+    k /= k.norm(dim=-1, keepdim=True).clamp_min(1e-9)
+    k[:] = torch.where(i % 8 == 7, (one + other) / 2**0.5, k)
+    beta[:] = torch.where(i % 8 == 7, 0.99, beta[..., None])[..., 0]
+    if x.get("g", beta).ndim < 4:
+        k[:] = torch.where(i % 8 == 0, torch.where(i == 8, one, other), k)
+        beta[:] = torch.where(i % 8 == 0, 1.0, beta[..., None])[..., 0]
 
 
 def convert(g: Tensor, gate: str) -> Tensor:
@@ -418,6 +474,8 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
     if case.found and "S0" in x:
         k = x["k"].repeat_interleave(case.groups, 2)
         x["v"] = torch.einsum("bthk,bhkv->bthv", k, x["S0"]) + x["v"] / 100
+    if case.gate in TURNS:
+        turned(x, case.gate == RELAY)
     if case.strides == "expanded":
         x = {n: torch.ones_like(y) if n in pulls else shared(kind, n, y) for n, y in x.items()}
     gates = kind.named("gate")

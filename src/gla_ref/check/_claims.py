@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._cases import BY_CHUNKS, GATES, MILD, SUB, C, Case, cases
+from ._cases import BY_CHUNKS, GATES, MILD, SUB, TURNS, WEAK_HEAD, C, Case, cases
 from ._mechanisms import MECHANISMS, Kind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,6 +26,8 @@ LOWEST = {
     "switch + 1e-3": -1.25,
     "mild and strong chunks": -30.0,
     BY_CHUNKS: -30.0,
+    WEAK_HEAD: -2.5,
+    **dict.fromkeys(TURNS, -4.95),
 }
 
 

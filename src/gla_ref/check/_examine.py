@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,17 +25,18 @@ from ._cases import Case
 from ._claims import Claim
 from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._mechanisms import Kind
-from ._names import Seen, by_head, by_name, by_terms
+from ._names import Seen, by_drop, by_head, by_name, by_terms
 from ._report import Report, Row
-from ._run import Found, Trial, attempt, observe
-from ._where import ONLY, Bounds, Spent, by_gates, common, locate, plainly, smaller
+from ._run import Found, Trial, attempt, broken, observe
+from ._where import ONLY, Bounds, by_gates, common, locate, plainly, smaller
 from .oracle import Problem, numbers, problems, shape
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
-INSIDE = "GLA_REF_CHECK_ALONE"  # set in a process that runs one case by itself: it starts no others
 LONE = 3  # failing cases that are run again, each in a process of its own
 WAYS = {"no_grad"}  # findings of calls that keep nothing for a backward pass, of which a kernel may keep something
 FIRST = "right as the first such call of a new process: something is kept between calls"
+BREAKS, BROKE = 5, "breaks"  # processes that a kernel may break before the rest of its cases is left; such a finding
+UNTRIED = "cases after those that broke their processes"
 AHEAD = 2  # threads that work out problems
 ABREAST = 16  # problems of one shape at a time
 
@@ -91,12 +92,12 @@ class Examiner:
         if posed.problem is None:
             return posed
         p, kind = posed.problem, self.kernel.kind
-        found, findings = observe(self.kernel, p)
+        found, findings = self.observe(p)
         stateless = found and all(found[n] is None for n in kind.states.values())
         if stateless and p.case.loss == "both" and found["dq"] is not None:
             # no state came back, so ask again with a loss of o alone
             (p,) = self.problems([replace(p.case, loss="o")])
-            found, findings = observe(self.kernel, p)
+            found, findings = self.observe(p)
         asked = found
         if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
             asked = {n: x for n, x in found.items() if not n.startswith("d")}
@@ -105,6 +106,19 @@ class Examiner:
             status = "not covered" if f.kind == "not covered" else "failed"
             rows.append(Row(p.case.name, f.quantity, status, f.kind, message=str(f)))
         return Posed(rows, p, found)
+
+    def observe(self, p: Problem) -> tuple[Found, list[Finding]]:
+        """What :func:`observe` finds. An error that the device does not survive is no refusal, and all that is said."""
+        findings: list[Finding] = []
+        try:
+            found, findings = observe(self.kernel, p)
+        except RuntimeError:  # outside of a call: what uses the device next has the error of a call before
+            if not broken(self.kernel.device):
+                raise
+        if not (reason := broken(self.kernel.device)):
+            return found, findings
+        raised = next((str(f) for f in findings if f.kind == "raises"), reason)
+        return {}, [Finding(BROKE, f"{raised}; after that, nothing runs on {self.kernel.device} in this process")]
 
     def claims(self, name: str) -> bool:
         """Whether a quantity should be there: no gradient without a backward pass, no state where none is claimed."""
@@ -142,7 +156,7 @@ class Examiner:
             rows = self.run(self.pose([case])[0]).rows
             return any(r.status == "failed" and r.quantity == first.quantity for r in rows)
 
-        if first.kind != "hangs":  # every attempt would take the time limit
+        if first.kind not in ("hangs", BROKE):  # every attempt would take the time limit, or a process
             *_, least = smaller(self.kernel.kind, replace(least, name="smallest", telling=False), fails)
         return self.lines(least)
 
@@ -158,14 +172,14 @@ class Examiner:
         """The cases, if few of many fail, that pass in a fresh process; none is asked after one that fails there, too.
 
         The first few are asked, too, where all that is wrong is wrong in another way of calling: that way may be right
-        the first time, and wrong the second.
+        the first time, and wrong the second. A case that is called by itself is not: no case came before it.
 
         A kernel is compiled there again, at every size that it meets. A module that checks itself when it is imported
         does so there, too, and gets no process of its own.
         """
         failing, kinds = report.failing, {row.kind for row in report.failures}
-        few = len(failing) <= min(LONE, len(report.cases) - 1) or kinds <= WAYS
-        if INSIDE in os.environ or not few or kinds & {"hangs", "differs"} or not imported(self.kernel.fn):
+        few = len(report.cases) > 1 and (len(failing) <= min(LONE, len(report.cases) - 1) or kinds <= WAYS)
+        if not few or kinds & {"hangs", "differs", BROKE} or not imported(self.kernel.fn):
             return []
         seconds = 10 * self.kernel.seconds
         return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing[:LONE]))
@@ -174,8 +188,10 @@ class Examiner:
         """The mistakes that the kernel behaves like, by all calls; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
+        if dropped := by_drop(failed, self.made, self.called):
+            return [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in dropped]
         telling = sorted(self.telling, key=numbers)
-        named = by_name(mechanism, self.dtype, self.light(failed) + failed, passed, self.called, telling)
+        named = by_name(mechanism, self.dtype, failed, passed, self.called, telling)
         matches = [it for it in named if not it.somewhere]
         terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
         matches = matches or [it for it in terms if not it.somewhere]
@@ -200,19 +216,6 @@ class Examiner:
         bounds = Bounds(self, s.problem, frozenset(s.wrong))
         return *bounds.statements(s.problem.case, failing, passing), bounds.cut
 
-    def light(self, failed: list[Seen]) -> list[Seen]:
-        """One more call, like the smallest that failed and wrong in the same quantities, with fewer numbers; if any.
-
-        Most mistakes are told from the kernel's by this call, in a part of the time.
-        """
-        least = min(failed, key=lambda s: s.size)
-        with suppress(Spent):
-            for case in Bounds(self, least.problem, frozenset(least.wrong)).lighter(least.problem.case):
-                s = self.called(case)
-                if s and {*s.wrong} == {*least.wrong}:
-                    return [s]
-        return []
-
     def called(self, case: Case) -> Seen | None:
         """One more case and the kernel's results; None where it gives none, or cannot be asked."""
         k = self.kernel
@@ -220,9 +223,14 @@ class Examiner:
         if rows or asked is None or self.claim.fit(case, k.kind) != case:
             return None
         (p,) = self.problems([case])
-        trial = Trial(k, p)
-        found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
-        return None if isinstance(found, Finding) else Seen(p, found)
+        found = self.made(p, not k.how.forward_only)
+        return found and Seen(p, found)
+
+    def made(self, p: Problem, gradients: bool = False) -> Found | None:
+        """What the kernel makes of a problem; None where it gives nothing."""
+        trial = Trial(self.kernel, p)
+        found = attempt(self.kernel.seconds, trial.run, gradients, trial.usual if gradients else trial.inference)
+        return None if isinstance(found, Finding) else found
 
 
 # -- a case by itself -----------------------------------------------------------------------------
@@ -254,18 +262,11 @@ def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, *
 
 def right_alone(lines: str, seconds: float) -> bool:
     """Whether a fresh Python process, which these lines of a reproduction run in, calls the kernel right."""
-    path = os.pathsep.join(x or os.getcwd() for x in sys.path)
-    options = {
-        "env": os.environ | {"PYTHONPATH": path, INSIDE: "1"},
-        "capture_output": True,
-        "text": True,
-        "timeout": seconds,
-    }
-    try:
-        said = subprocess.run([sys.executable, "-c", lines], **options, check=False).stdout
-    except subprocess.TimeoutExpired:
-        return False
-    return ": right" in said.partition("\n")[0]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(x or os.getcwd() for x in sys.path)}
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run([sys.executable, "-c", lines], env=env, capture_output=True, text=True, timeout=seconds)
+        return ": right" in done.stdout.partition("\n")[0]
+    return False
 
 
 # -- rows and what they share -----------------------------------------------------------------------
@@ -319,27 +320,40 @@ def waive(row: Row, waivers: Mapping[str, str]) -> None:
             row.status, row.waived = "waived", reason
 
 
-def examine(examiner: Examiner, report: Report, progress: Progress) -> None:
-    """Fill in a report on its cases."""
+def examine(examiner: Examiner, report: Report, progress: Progress, journal: MutableMapping[str, list[Row]]) -> None:
+    """Fill in a report on its cases.
+
+    The `journal` has the rows of cases that were called in processes before, and gets those of each case that is
+    called here. Under another name than a case's it says that a process broke while mistakes were looked for.
+    """
     cases, seen = list(report.cases.values()), []
-    for done in examiner.run_all(cases, progress):
-        report.rows += done.rows
+    breaks = sum(row.kind == BROKE for rows in journal.values() for row in rows)
+    left = [case for case in cases if case.name not in journal and breaks < BREAKS]
+    lost = bool({*journal} - {*report.cases})
+    for case, done in zip(left, examiner.run_all(left, progress), strict=True):
+        journal[case.name] = done.rows
         seen += [Seen(done.problem, done.found)] if done.found else []
+        if any(row.kind == BROKE for row in done.rows):
+            lost = True
+            break
+    for case in cases:
+        report.rows += journal.get(case.name, [Row(case.name, "call", "not covered", message=UNTRIED)])
     for row in report.rows:
         waive(row, report.settings["waive"])
     given = {row.quantity for row in report.rows if row.error is not None}
     for row in report.rows:
         if row.kind == "missing" and row.quantity in given:
             row.status, row.message = "failed", "none is given, though it is not 0 and other cases give one"
-    report.alone = examiner.right_alone(report) if report.failures else []
+    report.alone = examiner.right_alone(report) if report.failures and not lost else []
     report.common = shared(report, examiner.kernel.kind)
     for row in report.failures if report.alone else ():
         if row.kind in WAYS:
             row.message = row.message.replace("right otherwise", FIRST)
-    if report.settings["level"] == "full" and report.failures:
+    if report.settings["level"] == "full" and report.failures and not lost:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = examiner.smallest_failure(report)
-    explained = any(row.where and row.case not in report.alone for row in report.rows)
+    called = {s.problem.case.name for s in seen} - {*report.alone}
+    explained = not lost and any(row.where and row.case in called for row in report.rows)
     n = len(report.failing)
     found = f"{n} {'is' if n == 1 else 'are'} wrong; looking for the mistake" if explained else ""
     progress(len(cases), len(cases), found)

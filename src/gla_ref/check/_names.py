@@ -17,10 +17,10 @@ from itertools import accumulate, pairwise, product
 import torch
 from torch import Tensor
 
-from ._cases import Case, but_for_gates
+from ._cases import MILD, SUB, TURNS, WEAK_HEAD, Case, but_for_gates
 from ._mechanisms import MECHANISMS, SHORT, Kind
 from .mistakes import Mistake, apply, known
-from .mistakes._calls import DECAY, GRADIENT, READ
+from .mistakes._calls import CARRY, DECAY, GRADIENT, READ
 from .mistakes._calls import C as CHUNK
 from .oracle import Problem, evaluate, numbers
 
@@ -513,6 +513,39 @@ def by_terms(mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], cal
     follows = FOLLOWS if {*gates(kind)} & wrong - {*names} and names[0].startswith("d") else ""
     own = frozenset(names)
     return [Match(Mistake("; ".join(said), line, None, ()), shown=own, own=own, somewhere=somewhere, follows=follows)]
+
+
+# -- a dropped state -----------------------------------------------------------------------------
+# An output is a sum over the values of the tokens before it. So a call whose values are 0 except in a few tokens tells
+# whether these reach an output at all, whatever the rule by which a kernel drops a state.
+STRONG = WEAK_HEAD, *TURNS  # gates that are strong, but not for all that a state holds
+SPANS = 8  # of a sub-chunk's tokens each, before the first wrong output, which share its error
+
+
+def by_drop(failed: Sequence[Seen], forward: Callable[[Problem], dict | None], call: Ask) -> list[Match]:
+    """A span of tokens that should reach the first wrong output and adds nothing to it, if mild gates are right."""
+    strong = (s for s in failed if s.problem.case.gate in STRONG and "o" in s.wrong)
+    s = min(strong, key=lambda s: s.size, default=None)
+    if s is None or any(s.problem.case.gate == MILD for s in failed):
+        return []
+    p, case, kind = s.problem, s.problem.case, s.problem.kind
+    band, mild = p.band("o"), call(replace(case, gate=MILD))
+    if mild is None or mild.wrong:
+        return []
+    wrong = ~((s.given["o"].double() - p.exact["o"]).abs() <= band)
+    t, b, h, _ = wrong.transpose(0, 1).nonzero()[0].tolist()
+    for a in range(t // SUB * SUB - SUB, max(-1, t - (SPANS + 1) * SUB), -SUB):
+        x = {n: p.inputs[n] for n in kind.arguments}
+        x["v"] = torch.zeros_like(x["v"])
+        x["v"][:, a : a + SUB] = p.inputs["v"][:, a : a + SUB]
+        until = {n: y[:, : t + 1] for n, y in x.items()}
+        right = evaluate(kind.oracle, kind, until, case, frozen=[*x])["o"][b, t, h]
+        if (right.abs() > band[b, t, h] / SPANS).any():
+            made = forward(replace(p, inputs=x))
+            if made and not made["o"][b, t, h].any():
+                where = "gates are strong" if kind.named("gate") else "keys overwrite it"
+                return [Match(Mistake(f"state dropped where {where}", CARRY, None, ()))]
+    return []
 
 
 # -- other heads ---------------------------------------------------------------------------------

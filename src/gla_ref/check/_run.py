@@ -98,6 +98,15 @@ def attempt(seconds: float, work: Callable, *args):
         return Finding("raises", f"{type(reason).__name__}: {reason} ({raised_at(reason)})")
 
 
+def broken(device: torch.device) -> str:
+    """The error that ends all use of a device in this process, as a fault in a CUDA context does; empty if none."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except RuntimeError as reason:
+        return "" if isinstance(reason, torch.OutOfMemoryError) else f"{type(reason).__name__}: {reason}".split("\n")[0]
+    return ""
+
+
 def raised_at(reason: BaseException) -> str:
     """The last line of the kernel's author that led there: not of a library, which they only called, nor of the kit."""
     frames = [(Path(f.filename), f) for f in traceback.extract_tb(reason.__traceback__)]

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -284,7 +284,6 @@ LARGER = {
     "V": (2, 17, 64, 65, 130),
     "B": (2, 5),
 }
-LIGHT = (7, 17, 33, 65, 145)  # tokens of calls in which mistakes are told apart quickly
 FAR = 30.0  # times the largest error of right sizes that the least error of wrong ones must be: else it only grows
 
 
@@ -393,25 +392,6 @@ class Bounds:
             return self.known.setdefault(key, {})
         judged = {n: p.judge(n, found[n]) for n in self.wrong if found.get(n) is not None and n in p.exact}
         return self.known.setdefault(key, {n: error / allowed for n, (error, allowed) in judged.items()})
-
-    def lighter(self, case: Case) -> Iterator[Case]:
-        """Cases with fewer tokens, batch entries and heads in which all of the quantities are wrong, small ones first.
-
-        Each has at most half of the case's tokens, in all batch entries and heads.
-        """
-        if case.reads:  # other tokens would be in the loss
-            return
-        tried = {case}
-        for T, n in product(LIGHT, (1, 2, max(case.B, case.H))):
-            ends = case.ends and (0, T // 2, T)
-            few = replace(case, B=min(case.B, n), T=T, H=min(case.H, n), ends=ends, loud=None, past=min(case.past, T))
-            few = self.examiner.claim.fit(few, self.kind)
-            if few is None or few in tried or 2 * few.B * few.T * few.H > case.B * case.T * case.H:
-                continue
-            tried.add(few)
-            errors = self.errors(few)
-            if {*errors} == self.wrong and all(error > 1 for error in errors.values()):
-                yield few
 
     def bound(self, c: Case, name: str) -> Statement | None:
         """From which size on, up to which, or at which sizes the kernel is wrong; None if at every size tried."""

@@ -93,7 +93,7 @@ def _fla(mechanism: str, name: str, **fields) -> Function:
     """A kernel of fla, for gates from logsigmoid, which are finite; `supports` says more of its claim."""
     module = FLA.get(mechanism, mechanism)
     supports = ({"min_gate": LOWEST} if MECHANISMS[mechanism].named("gate") else {}) | fields.pop("supports", {})
-    fields = {"options": WITH_STATE, "source": "its docstring"} | fields
+    fields = {"options": WITH_STATE, "source": "its docstring and assertions"} | fields
     return Function(mechanism, f"fla.ops.{module}", name, supports=supports, **fields)
 
 
@@ -147,14 +147,14 @@ def _sdpa(backend: str, *devices: str, supports: Mapping | Callable | None = Non
 FROM_FLA = (
     _fla("gla", "chunk_gla", supports=SIXTEENS),
     _fla("gla", "fused_recurrent_gla", names={"g": "gk"}),
-    _fla("simple_gla", "chunk_simple_gla"),
+    _fla("simple_gla", "chunk_simple_gla", supports=EVEN),
     _fla("simple_gla", "fused_chunk_simple_gla"),
     _fla("simple_gla", "fused_recurrent_simple_gla"),
     _fla("simple_gla", "parallel_simple_gla", takes=("scale", "cu_seqlens"), options={}, supports=STATELESS | SIXTEENS),
     _fla("linear_attention", "fused_chunk_linear_attn", options=NOT_DIVIDED | WITH_STATE),
     _fla("linear_attention", "fused_recurrent_linear_attn", options=NOT_DIVIDED | WITH_STATE),
     _fla("linear_attention", "chunk_linear_attn", options=NOT_DIVIDED | WITH_STATE, supports=EVEN),
-    _fla("delta_rule", "chunk_delta_rule", grouped=False),
+    _fla("delta_rule", "chunk_delta_rule", grouped=False, supports={"dtypes": ("bf16",)}),
     _fla("delta_rule", "fused_recurrent_delta_rule", grouped=False),
     _fla("gated_delta_rule", "chunk_gated_delta_rule"),
     _fla("gated_delta_rule", "fused_recurrent_gated_delta_rule"),
@@ -177,7 +177,7 @@ FROM_FLA = (
         heads_first=True,
         grouped=False,
     ),
-    _naive("gated_delta_rule", "naive_recurrent_gated_delta_rule", supports=FLOAT32),
+    _naive("gated_delta_rule", "naive_recurrent_gated_delta_rule", supports=FLOAT32, grouped=False),
     _naive("gated_delta_rule", "naive_chunk_gated_delta_rule", supports=FLOAT32, grouped=False),
     _naive("kda", "naive_recurrent_kda"),
     _naive("kda", "naive_chunk_kda", 64),

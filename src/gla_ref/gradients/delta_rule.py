@@ -64,24 +64,16 @@ def backward(
 ) -> Gradients:
     """Gradients of every form of :mod:`gla_ref.gated_delta_rule` and, without g, of :mod:`gla_ref.delta_rule`.
 
+    Other arguments, and errors, are those of :func:`gla_ref.delta_rule.recurrent`.
+
     Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, HV, V]`, HV a multiple of H.
         g: natural log gates `[B, T, HV]` in [-inf, 0], or None; where g = -inf its gradient is exactly 0.
-        beta: write strengths `[B, T, HV]` in [0, 2].
         do: gradient of o, `[B, T, HV, V]`.
         dS: gradient of the final state, `[N_seq, HV, K, V]`, zeros when None.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: `[N_seq, HV, K, V]`, zeros when None.
-        cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed sequences (B = 1).
         C: chunk length; states are kept at chunk ends only.
 
     Returns:
         Gradients(dq, dk, dv, dg, dbeta, d_initial_state); dg is None without g.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
 
     Source: derived here; Yang et al. 2024b (DeltaNet), section 3, has the forward pass.
     """

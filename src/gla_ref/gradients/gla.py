@@ -58,24 +58,16 @@ def backward(
 ) -> Gradients:
     """Gradients of every form of :mod:`gla_ref.gla`, from its inputs and the gradients of its results alone.
 
+    Other arguments, and errors, are those of :func:`gla_ref.gla.recurrent`.
+
     Args:
-        q: queries `[B, T, H, K]`.
-        k: keys `[B, T, H, K]`.
-        v: values `[B, T, H, V]`.
         g: natural log gates `[B, T, H, K]` in [-inf, 0]; where g = -inf its gradient is exactly 0.
         do: gradient of o, `[B, T, H, V]`.
         dS: gradient of the final state, `[N_seq, H, K, V]`, zeros when None.
-        g_v: natural log gates on the value axis, `[B, T, H, V]`, or None.
-        scale: factor on q, K^-0.5 when None.
-        initial_state: `[N_seq, H, K, V]`, zeros when None.
-        cu_seqlens: int32/int64 `[N_seq + 1]`, boundaries of packed sequences (B = 1).
         C: chunk length; states are kept at chunk ends only.
 
     Returns:
         Gradients(dq, dk, dv, dg, dg_v, d_initial_state); dg_v is None without g_v.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
 
     Source: GLA paper, section 4.3, appendices B (d log alpha) and C (d log beta).
     """

@@ -113,6 +113,8 @@ def gla(
         float16 bears q and k (with g_v, v and the gradient of o too) up to 3000 in size, since a mild chunk's decay
         multiplies them by up to e^3; scores and states may be of any size that float32 bears. In a strong chunk
         a token reads 0 of what has decayed to less than 6e-8 since the chunk's first token.
+        In strong chunks Hopper's gradient rounds dg to 16 bits twice, so an element may be one unit of its last place
+        off where the portable kernel's is half a unit off.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.

@@ -147,7 +147,9 @@ class Call:
         plain = self.cu is None and all(S is None for S in own)  # zeros come into the first segment, whatever its M
         if not plain:
             maps = self.with_own_states(maps, own, edges)
-        states, _ = maps.run(self.exchange.entering(maps, backwards), backwards)
+        with self.exchange.ranks.stage("exchange"):
+            S = self.exchange.entering(maps, backwards)
+        states, _ = maps.run(S, backwards)
         return states if plain else self.with_entering(own, states, edges)
 
     def with_own_states(self, maps: Maps, own: list[Tensor | None], edges: list[Edge]) -> Maps:
@@ -184,7 +186,8 @@ class Enter(torch.autograd.Function):
         reads = call.cu is None and any(ctx.needs_input_grad)
         maps = []
         for x in call.batches_of(names, tokens, backwards=False):
-            M, X, read, made = write_map(call.walk, x, reads)
+            with call.exchange.ranks.stage("maps"):
+                M, X, read, made = write_map(call.walk, x, reads)
             maps.append((M, X))
             call.made.append([] if call.cu is not None else made)
             call.known += [] if read is None else [*M, read]
@@ -232,7 +235,8 @@ class Leave(torch.autograd.Function):
         known = list(zip(known[::2], known[1::2], strict=True)) or [None] * len(do)
         batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, known, strict=True)
         with contract.outside_autocast(*tokens):  # a gradient may be asked for inside it
-            maps = [read_map(call.walk, *batch) for batch in batches]
+            with call.exchange.ranks.stage("maps"):
+                maps = [read_map(call.walk, *batch) for batch in batches]
             dS = call.between(maps, [zero_elsewhere(d_state, own.end_here) for own in call.segments], backwards=True)
         return None, None, *do, *call.together(dS), *[None] * len(saved)
 

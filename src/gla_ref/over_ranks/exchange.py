@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 
 import torch
@@ -33,6 +34,8 @@ class Ranks:
         kinds: the kinds of calls that this rank has made (`CallKind` of calls.py), by their signatures.
         agreed_facts: the facts that all ranks have agreed upon, of each kind of call.
         lookout: the thread that says why a GPU waits; None before the first exchange.
+        sent: the bytes that this rank has handed to torch.distributed in its exchanges.
+        stage: the context of each stage of a call, "maps" or "exchange"; a program that measures sets its own.
     """
 
     known: dict[dist.ProcessGroup, Ranks] = {}
@@ -43,6 +46,8 @@ class Ranks:
         self.kinds: dict[tuple, object] = {}
         self.agreed_facts: set[tuple[str, ...]] = set()
         self.lookout: Lookout | None = None
+        self.sent = 0
+        self.stage: Callable[[str], AbstractContextManager] = nullcontext
 
     @staticmethod
     def of(group: dist.ProcessGroup | dist.DeviceMesh | None) -> Ranks:
@@ -70,6 +75,7 @@ class Ranks:
 
     def all_gather(self, x: Tensor) -> tuple[dist.Work, Tensor]:
         """Gather every rank's numbers x [n] as [R, n], complete once the work is done."""
+        self.sent += x.nbytes
         every_rank = x.new_empty(self.size * len(x))
         return all_gather(every_rank, x, group=self.group, async_op=True), every_rank.view(self.size, -1)
 
@@ -77,6 +83,7 @@ class Ranks:
         return self._message(dist.irecv, x, rank)
 
     def send(self, x: Tensor, rank: int) -> dist.Work:
+        self.sent += x.nbytes
         return self._message(dist.isend, x, rank)
 
     def _message(self, how: Callable, x: Tensor, rank: int) -> dist.Work:

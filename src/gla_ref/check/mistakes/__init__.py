@@ -1,9 +1,9 @@
 """Named mistakes that kernels make, each a small wrong variant of the reference (appendix "Check your kernel").
 
 A mistake is a function of a call, one sequence (or batch) in the book's notation, that returns o and the
-state as the wrong kernel would; autograd carries it to the gradients. In float64 it is what a
-diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the tests with. The list has what public
-libraries shipped, and what kernels written without knowledge of it were wrong by.
+state as the wrong kernel would (of attention: that kernel itself); autograd carries it to the gradients. In float64
+it is what a diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the tests with. The list has what
+public libraries shipped, and what kernels written without knowledge of it were wrong by.
 
 Where no mistake of the list is the whole answer, a report looks for these:
 
@@ -19,9 +19,9 @@ Where no mistake of the list is the whole answer, a report looks for these:
 import torch
 
 from . import _delta, _rounding, _shipped, _states
-from ._calls import LINEAR, MISTAKES, Attention, Call, Mistake, apply
+from ._calls import LINEAR, MISTAKES, Call, Mistake, apply, attention
 
-__all__ = ["LINEAR", "MISTAKES", "Attention", "Call", "Mistake", "apply", "known"]
+__all__ = ["LINEAR", "MISTAKES", "Call", "Mistake", "apply", "attention", "known"]
 
 ROOMS = (_states, _shipped, _rounding, _delta)  # each adds its mistakes to MISTAKES
 

@@ -244,45 +244,25 @@ def in_steps(
     return o, states[-1], write
 
 
-@dataclass(frozen=True)
-class Attention:
-    """A call of softmax attention: q, k, v, scale, and the cache before the first token (of no tokens if none)."""
+def causal(i: Tensor, j: Tensor, past: int) -> Tensor:
+    return j <= i + past
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float | None
-    k0: Tensor
-    v0: Tensor
 
-    s = Call.s
+def attention(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None, sees: Callable = causal):
+    """o and the cache of softmax attention: query i of a sequence sees the keys j of `sees`, `past` of them cached."""
+    k0, v0 = initial_state or (k[:, :0], v[:, :0])
+    s = q.shape[-1] ** -0.5 if scale is None else scale
 
-    @property
-    def tokens(self) -> dict[str, Tensor]:
-        """The tensors with a time axis, by name."""
-        return {n: getattr(self, n) for n in MECHANISMS["softmax_attention"].required}
+    def one(q, k, v):
+        k, v = torch.cat([k0, k], 1), torch.cat([v0, v], 1)
+        i, j = (torch.arange(x.shape[1], device=x.device) for x in (q, k))
+        x = s * torch.einsum("bihk,bjhk->bhij", q, k)
+        p = x.masked_fill(~sees(i[:, None], j, k0.shape[1]), -torch.inf).softmax(-1).nan_to_num(0.0)
+        return (torch.einsum("bhij,bjhv->bihv", p, v), k, v), ()
 
-    @property
-    def cache(self) -> tuple[Tensor, Tensor]:
-        """All keys and values, as the call returns them."""
-        return torch.cat([self.k0, self.k], 1), torch.cat([self.v0, self.v], 1)
-
-    def run(self, sees: Callable = lambda i, j: j <= i, **changes) -> tuple[Tensor, tuple]:
-        """o and the cache, where the query i, counted from the cache's first key, sees the keys j of `sees(i, j)`."""
-        c = replace(self, **changes)
-        k, v = c.cache
-        j = torch.arange(k.shape[1], device=k.device)
-        x = c.s * torch.einsum("bihk,bjhk->bhij", c.q, k)
-        p = x.masked_fill(~sees(j[c.k0.shape[1] :, None], j), -torch.inf).softmax(-1).nan_to_num(0.0)
-        return torch.einsum("bhij,bjhv->bihv", p, v), c.cache
-
-    def each(self, ends: list[int] | None, variant: Callable | None = None) -> tuple[Tensor, tuple]:
-        def one(**x):
-            o, cache = (variant or Attention.run)(replace(self, **x))
-            return (o, *cache), ()
-
-        (o, *cache), _ = per_sequence(one, ends, self.tokens, {})
-        return o, tuple(cache)
+    ends = None if cu_seqlens is None else cu_seqlens.tolist()
+    (o, *cache), _ = per_sequence(one, ends, {"q": q, "k": k, "v": v}, {})
+    return o, tuple(cache)
 
 
 def apply(mechanism: str, m: Mistake | None, C: int = C) -> Callable:
@@ -293,20 +273,20 @@ def apply(mechanism: str, m: Mistake | None, C: int = C) -> Callable:
         x = dict(zip(kind.arguments, tokens, strict=True))
         dtype, result = compute_dtype(*(x[n] for n in kind.named("token"))), x["v"].dtype
         x = {n: y.to(dtype) for n, y in x.items()}
-        ends = None if cu_seqlens is None else cu_seqlens.tolist()
         if kind.cache:
-            k0, v0 = initial_state or (x["k"][:, :0], x["v"][:, :0])
-            c = Attention(**x, scale=scale, k0=k0, v0=v0)
-        else:
-            N, sizes = len(x["q"]) if ends is None else len(ends) - 1, kind.sizes(x)
-            S = x["q"].new_zeros(state_shape(kind.mechanism, sizes, N))
-            S = S if initial_state is None else initial_state.to(dtype)
-            k = x["k"].repeat_interleave(x["v"].shape[2] // x["k"].shape[2], 2)
-            c = Call(**x | {"g": by_channel(x.get("g"), k)}, scale=scale, S=S, C=C)
+            kernel = m.variant if m else attention
+            o, state = kernel(*x.values(), scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+            return o.to(result), tuple(x.to(result) for x in state)
+        ends = None if cu_seqlens is None else cu_seqlens.tolist()
+        N, sizes = len(x["q"]) if ends is None else len(ends) - 1, kind.sizes(x)
+        S = x["q"].new_zeros(state_shape(kind.mechanism, sizes, N))
+        S = S if initial_state is None else initial_state.to(dtype)
+        k = x["k"].repeat_interleave(x["v"].shape[2] // x["k"].shape[2], 2)
+        c = Call(**x | {"g": by_channel(x.get("g"), k)}, scale=scale, S=S, C=C)
         if m is None:
             o, state = c.each(ends)
         else:
             o, state = m.variant(c, ends) if m.whole else c.each(ends, m.variant)
-        return o.to(result), tuple(x.to(result) for x in state) if kind.cache else state
+        return o.to(result), state
 
     return fn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,9 +13,8 @@ from ...triangular import doubling
 from .._emulate import Product
 from ._calls import DELTA, READ, in_steps, mistake
 from ._calls import DELTA_GATED as GATED
-from ._rounding import LOW
 
-SOLVE, FIND, HEADS = "(I + A) v^ = beta (v - K S)", "v_t - k_t S_{t-1}", "value head h reads key head h // (HV / H)"
+SOLVE, FIND = "(I + A) v^ = beta (v - K S)", "v_t - k_t S_{t-1}"
 
 
 def step(name: str, line: str, mechanisms: tuple[str, ...] = DELTA, **steps: Callable) -> None:
@@ -56,12 +54,6 @@ def _(c):
 step("Gamma left out of the scores: pairs not decayed", READ, GATED, pairs=lambda n: (n.q @ n.k.mT).tril())
 
 
-@mistake("value heads grouped wrongly: h reads key head h mod H", HEADS, DELTA, whole=True)
-def _(c, ends):
-    n = c.v.shape[2] // c.q.shape[2]
-    return replace(c, q=c.q.repeat(1, 1, n, 1), k=c.k.repeat(1, 1, n, 1)).each(ends)
-
-
 for name, own in (
     ("gradient of beta without what is erased", lambda n: (n.k, n.beta.detach())),
     ("dk without what the keys erase", lambda n: (n.k.detach(), n.beta)),
@@ -84,7 +76,7 @@ def doubled(A: Tensor, dtype: torch.dtype) -> Tensor:
         return doubling(A)
 
 
-for name, dtype in LOW.items():
+for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
     for inverse in (partial(doubled, dtype=dtype), lambda A, dtype=dtype: doubling(A.to(dtype)).to(A.dtype)):
         mistake(f"triangle inverted by doubling with operands in {name}", SOLVE, DELTA, rounding=True, chunked=True)(
             lambda c, inverse=inverse: in_steps(c, c.C, inverse=inverse)[:2]

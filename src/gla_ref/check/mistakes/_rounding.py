@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from torch import Tensor
 from ...gates import decay_to_end
 from ...rounding import Products, tf32
 from .._emulate import Product, corrected, two_level
-from ._calls import CARRY, DECAY, DELTA_GATED, GATED, GATES, READ, Call, Chunk, at_most_0, backward, in_steps, mistake
-from ._states import end_of_sums
+from ._calls import DECAY, DELTA_GATED, GATED, GATES, READ, Call, Chunk, at_most_0, in_steps, mistake
 
 
 # -- exponents ---------------------------------------------------------------------------------
@@ -127,7 +125,7 @@ for least in (-1e3, -1e4, -torch.inf):
     )
 
 
-# -- operands and states -----------------------------------------------------------------------
+# -- operands ----------------------------------------------------------------------------------
 class Low(torch.autograd.Function):
     """A product of rounded operands, as its gradients are; sums in float32."""
 
@@ -155,36 +153,3 @@ mistake("products in TF32, which Triton takes for float32 (or float16)", READ, r
 mistake("operands of products in bfloat16", READ, rounding=True)(
     partial(rounded, multiply=lambda x, y: Product.apply(x, y, torch.bfloat16))
 )
-
-
-def stored(c: Call, dtype: torch.dtype, first: bool, last: bool, back: bool) -> tuple[Tensor, Tensor]:
-    """States of 16 bits between chunks, of which gates' gradients are made, too, except in a delta rule.
-
-    Also the `first` and the `last` state, and, `back` through them, their gradients.
-    """
-
-    def low(x: Tensor) -> Tensor:
-        return x.to(dtype).to(x.dtype)
-
-    def change(d: Tensor) -> Tensor:
-        return low(d) if back else d
-
-    T, S, outs = c.q.shape[1], c.S, [c.v[:, :0]]
-    S = backward(S + (low(S) - S).detach() if first else S, change)
-    for a in range(0, T, c.C):
-        n = c.cut(a, a + c.C, S=S)
-        o, S, at_end = end_of_sums(n) if c.beta is None else (*n.run(), 0.0)
-        outs.append(o)
-        kept = low(S).detach()
-        S = (S + (kept - S.detach()) if last or a + c.C < T else S) + kept * at_end
-        S = backward(S, change)
-    return torch.cat(outs, 1), S
-
-
-LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-STORED = ((False, False), (True, False), (True, True))  # whether the first state is of 16 bits, and the last
-for name, dtype in LOW.items():
-    for (first, last), back in product(STORED, (False, True)):
-        mistake(f"state kept in {name} between chunks", CARRY, rounding=True, chunked=True)(
-            partial(stored, dtype=dtype, first=first, last=last, back=back)
-        )

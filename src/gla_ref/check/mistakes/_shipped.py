@@ -20,6 +20,7 @@ from ...triangular import elimination
 from ._calls import (
     CARRY,
     DECAY,
+    DELTA,
     DELTA_GATED,
     GATED,
     GRADIENT,
@@ -28,16 +29,16 @@ from ._calls import (
     PACK,
     READ,
     SOFTMAX,
+    STATES,
     C,
     Call,
     Chunk,
     Mistake,
     apply,
+    attention,
     in_steps,
     mistake,
 )
-
-MASK = "x_ij = -inf for j > i"
 
 
 def chunked(
@@ -47,7 +48,7 @@ def chunked(
     keys: Callable = lambda k, rest: k * rest.exp(),
     carry: Callable | None = None,
     seen: Callable = lambda states, sequences: states,
-    begin: Callable = lambda S, g, a: S,
+    begin: Callable = lambda S, g, a, C: S,
     inverse: Callable = elimination,
     grouped: Callable | None = None,
     C: int = C,
@@ -55,19 +56,19 @@ def chunked(
     """A kernel in chunks of C of a mechanism without or with gates, or of a delta rule with gates; right by itself.
 
     Args:
-        pairs: weights between the tokens of a chunk, `[B, H, C, C]`, of q, k and g; rows beyond its tokens are dropped.
+        pairs: weights between a chunk's tokens, `[B, H, C, C]`, of q, k, g and C; rows beyond its tokens are dropped.
         read: what decayed queries `[B, H, C, K]` read from the state before their chunk.
         keys: keys, decayed to the end of their chunk by the log decays `rest` `[B, H, C, K]`.
         carry: the states before each chunk and after the last, of the first one and each chunk's log decay and writes.
         seen: the states that chunks read, of these states and the number of sequences.
-        begin: the state with which a sequence begins, at token a of the pack whose gates are g `[B, H, T, K]`.
+        begin: the state that a sequence begins with, of that, the pack's gates `[B, H, T, K]`, its first token, and C.
         inverse: (I + A)^-1 of strictly lower triangles.
         grouped: queries or keys for HV value heads, of those `[B, H, T, K]`.
     """
 
     def variant(c: Call, ends: list[int] | None):
         steps = {
-            "pairs": (lambda n: pairs(n.q, n.k, n.g)) if pairs else Chunk.pairs,
+            "pairs": (lambda n: pairs(n.q, n.k, n.g, C)) if pairs else Chunk.pairs,
             "read": lambda n, S: read(n.q * n.since.exp(), S),
             "keys": lambda n: keys(n.k, n.until),
             "inverse": inverse,
@@ -77,7 +78,7 @@ def chunked(
             q, k = (grouped(heads_first(x), c.v.shape[2]).transpose(1, 2) for x in (c.q, c.k))
             c = replace(c, q=q, k=k)
         spans = zip(pairwise(ends or ()), c.S.split(1), strict=False)
-        first = [begin(S, heads_first(c.g), a) if a < e else S for (a, e), S in spans]
+        first = [begin(S, heads_first(c.g), a, C) if a < e else S for (a, e), S in spans]
         c = replace(c, S=torch.cat(first)) if first else c
         return c.each(ends, lambda one: in_steps(one, C, **steps)[:2])
 
@@ -93,13 +94,14 @@ def chunked(
 right = chunked()
 
 
-def named(name: str, line: str, mechanisms: tuple[str, ...], kernel: Callable[[int], Callable], **more: bool) -> None:
-    """The kernel with chunks of so many tokens is the mistake of that name."""
+def named(name: str, line: str, mechanisms: tuple[str, ...], bug: dict | Callable, **more: bool) -> None:
+    """The kernel with these steps, or `bug(C)`, in chunks of any length C is the mistake of that name."""
 
     @mistake(name, line, mechanisms, **{"chunked": True} | more)
     def _(c, ends=None):
+        kernel = bug(c.C) if callable(bug) else chunked(C=c.C, **bug)
         cu_seqlens = {} if ends is None else {"cu_seqlens": torch.tensor(ends)}
-        return kernel(c.C)(*c.tokens.values(), scale=c.scale, initial_state=c.S, **cu_seqlens)
+        return kernel(*c.tokens.values(), scale=c.scale, initial_state=c.S, **cu_seqlens)
 
 
 # -- room 1 ------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ def decay_along_channels(k: Tensor, rest: Tensor) -> Tensor:
     return k * rest[..., 0].exp()[..., None, along]  # instead of rest[..., 0].exp()[..., None]
 
 
-named("writes' decay laid along channels", CARRY, ("simple_gla",), lambda C: chunked(C=C, keys=decay_along_channels))
+named("writes' decay laid along channels", CARRY, ("simple_gla",), {"keys": decay_along_channels})
 
 
 # -- room 2 ------------------------------------------------------------------------------------
@@ -118,23 +120,23 @@ def read_on_its_side(q: Tensor, S: Tensor) -> Tensor:
     return q @ S.reshape(*S.shape[:-2], V, K).mT  # takes the memory of a K x V state for V x K
 
 
-named("states read as V x K, carried right", READ, LINEAR, lambda C: chunked(C=C, read=read_on_its_side))
+named("states read as V x K, carried right", READ, LINEAR, {"read": read_on_its_side})
 
 
 # -- room 6 ------------------------------------------------------------------------------------
-def one_taken_for_zero(q: Tensor, k: Tensor, g: Tensor, half: int = C // 2) -> Tensor:
-    D, i = segment_sum(g), torch.arange(g.shape[-2], device=g.device)
+def one_taken_for_zero(q: Tensor, k: Tensor, g: Tensor, C: int) -> Tensor:
+    D, i, half = segment_sum(g), torch.arange(g.shape[-2], device=g.device), C // 2
     across = (i[:, None] >= half) & (i < half)  # pairs between the halves of a chunk
     safe = torch.where(D < 0, D, -torch.inf)  # "whatever is not below 0 would overflow"
     D = torch.where(across[..., None], safe, D)
     return torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
 
 
-named("decay of 1 taken for 0", DECAY, GATED, lambda C: chunked(C=C, pairs=partial(one_taken_for_zero, half=C // 2)))
+named("decay of 1 taken for 0", DECAY, GATED, {"pairs": one_taken_for_zero})
 
 
 # -- room 4 ------------------------------------------------------------------------------------
-def rows_that_fill_up(q: Tensor, k: Tensor, g: Tensor, C: int = C) -> Tensor:
+def rows_that_fill_up(q: Tensor, k: Tensor, g: Tensor, C: int) -> Tensor:
     n, b = g.shape[-2], g.cumsum(-2)
     filled = (0 - b)[..., None, :, :].expand(*b.shape[:-2], C - n, -1, -1)  # rows whose running sum is 0, not -inf
     D = torch.cat([segment_sum(g), filled], -3)
@@ -142,13 +144,7 @@ def rows_that_fill_up(q: Tensor, k: Tensor, g: Tensor, C: int = C) -> Tensor:
     return torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
 
 
-named(
-    "rows that fill up a chunk have a decay",
-    DECAY,
-    GATED,
-    lambda C: chunked(C=C, pairs=partial(rows_that_fill_up, C=C)),
-    overflow=True,
-)
+named("rows that fill up a chunk have a decay", DECAY, GATED, {"pairs": rows_that_fill_up}, overflow=True)
 
 
 # -- room 18 -----------------------------------------------------------------------------------
@@ -179,9 +175,7 @@ def summed_over_the_wrong_axis(S: Tensor, totals: list[Tensor], writes: list[Ten
     return [*torch.einsum("bhtfk,fbhkv->fbhkv", M, states)]  # instead of "bhtfk,fbhkv->tbhkv"
 
 
-named(
-    "chunk states summed over the wrong axis", CARRY, LINEAR, lambda C: chunked(C=C, carry=summed_over_the_wrong_axis)
-)
+named("chunk states summed over the wrong axis", CARRY, LINEAR, {"carry": summed_over_the_wrong_axis})
 
 
 # -- room 8 ------------------------------------------------------------------------------------
@@ -190,24 +184,24 @@ def one_is_none(states: list[Tensor], sequences: int) -> list[Tensor]:
     return [initial, *states[1:]]
 
 
+UNREAD = "the first chunk does not read the initial state"
+named(UNREAD, PACK, STATES, {"seen": lambda states, sequences: one_is_none(states, 1)})
+named(f"{UNREAD}, only where there is one sequence", PACK, STATES, {"seen": one_is_none}, whole=True)
+
+
 # -- room 9 ------------------------------------------------------------------------------------
-def decayed_by_a_neighbour(S: Tensor, g: Tensor, a: int, C: int = C) -> Tensor:
+def decayed_by_a_neighbour(S: Tensor, g: Tensor, a: int, C: int) -> Tensor:
     start = a // C * C  # the first token of its chunk in the pack; the sequence begins at a
     return g[..., start:a, :].sum(-2).exp()[..., None] * S
 
 
-named(
-    "decays counted from the chunk's start, not the sequence's",
-    PACK,
-    GATED,
-    lambda C: chunked(C=C, begin=partial(decayed_by_a_neighbour, C=C)),
-    whole=True,
-)
+OFF = "decays counted from the chunk's start, not the sequence's"
+named(OFF, PACK, GATED, {"begin": decayed_by_a_neighbour}, whole=True)
 
 
 # -- room 10 -----------------------------------------------------------------------------------
-def snapshot_of_somebody_else(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
-    x, given = (q, k, v, g), {"scale": scale, "cu_seqlens": cu_seqlens}
+def snapshot_of_somebody_else(*x, scale=None, initial_state=None, cu_seqlens=None, C=C):
+    given = {"scale": scale, "cu_seqlens": cu_seqlens}
     o, final = right(*x, initial_state=initial_state, **given)
     if cu_seqlens is None:
         return o, final
@@ -220,6 +214,9 @@ def snapshot_of_somebody_else(q, k, v, g, *, scale=None, initial_state=None, cu_
         tail = [y[:, a + (e - a) // C * C : e] for y in x]
         found.append(right(*tail, initial_state=snapshot)[1] if tail[0].shape[1] else snapshot)
     return o, torch.cat(found)
+
+
+named("state from the pack's chunk grid", PACK, STATES, lambda C: partial(snapshot_of_somebody_else, C=C), whole=True)
 
 
 # -- room 11 -----------------------------------------------------------------------------------
@@ -242,16 +239,18 @@ def only_the_convolution_is_told(q, k, v, g, beta, *, scale=None, cu_seqlens=Non
 
 # -- room 12 -----------------------------------------------------------------------------------
 def logarithm_for_the_power(k: Tensor, rest: Tensor) -> Tensor:
-    value, wrong = k * rest.exp(), k * rest
+    value, wrong = k * rest.exp(), k * rest.clamp_min(-1e6)  # so the value stays finite
     return value.detach() + wrong - wrong.detach()  # the value of one, the gradient of the other
 
 
-packed = chunked(keys=logarithm_for_the_power)
+def wrong_where_packed(*tokens, cu_seqlens=None, C=C, **options):
+    kernel = right if cu_seqlens is None else chunked(C=C, keys=logarithm_for_the_power)
+    return kernel(*tokens, cu_seqlens=cu_seqlens, **options)
 
 
-def wrong_where_packed(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
-    kernel = right if cu_seqlens is None else packed
-    return kernel(q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+UPHILL = "dk with the log decay for the decay"
+named(UPHILL, GRADIENT, GATED, {"keys": logarithm_for_the_power})
+named(UPHILL, GRADIENT, GATED, lambda C: partial(wrong_where_packed, C=C), whole=True)
 
 
 # -- room 3 ------------------------------------------------------------------------------------
@@ -275,9 +274,34 @@ def times_the_right_sum(q, k, v, *, scale=None):
     return o * (q * k.cumsum(1)).sum(-1, keepdim=True), S
 
 
+# -- room 19 -----------------------------------------------------------------------------------
+SUB, PIECE = 16, 64  # tokens whose gates are added up at a time; tokens of a piece
+
+
+def start_of(g: Tensor, at: int) -> Tensor:
+    """The token from which the piece that begins at token `at` walks, for each head."""
+    sums = g[:, :at].unflatten(1, (at // SUB, SUB)).sum(2).amax(-1)  # of the channel that is kept best
+    kept = sums.flip(1).cumsum(1) > -14  # beyond, e^-14 is left: nothing in 16 bits
+    return (at - SUB - SUB * kept.sum(1, keepdim=True)).clamp_min(0)
+
+
+def pieces_from_zero(q, k, v, g, beta, *, scale=None, initial_state=None):
+    """Pieces of a text side by side: each walks from where the gates have let nothing through since, it is thought."""
+    outs = []
+    for at in range(0, q.shape[1], PIECE):
+        first = start_of(g, at)
+        a, e = int(first.min()), min(at + PIECE, q.shape[1])
+        walks = torch.arange(a, e)[:, None] >= first  # before its start a head writes nothing, so its state stays zero
+        S = None if initial_state is None else torch.where((first[:, 0] == 0)[..., None, None], initial_state, 0)
+        x = q[:, a:e], k[:, a:e], v[:, a:e] * walks[..., None], g[:, a:e], beta[:, a:e]
+        o, S = right(*x, scale=scale, initial_state=S)
+        outs.append(o[:, at - a :])
+    return torch.cat(outs, 1), S
+
+
 # -- room 13 -----------------------------------------------------------------------------------
-def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor, sub: int = C // 4) -> Tensor:
-    D, n = segment_sum(g), g.shape[-2]
+def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor, C: int) -> Tensor:
+    D, n, sub = segment_sum(g), g.shape[-2], C // 4
     P = torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
     blocks = [P[..., :sub, :]]
     for a in range(sub, n, sub):  # sub-chunks after the first, with all tokens before them
@@ -288,13 +312,8 @@ def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor, sub: int = C // 4) ->
     return torch.cat(blocks, -2)
 
 
-named(
-    "anchor of a sub-chunk one token late: it overflows",
-    DECAY,
-    GATED,
-    lambda C: chunked(C=C, pairs=partial(anchor_one_token_late, sub=C // 4)),
-    overflow=True,
-)
+LATE = "anchor of a sub-chunk one token late: it overflows"
+named(LATE, DECAY, GATED, {"pairs": anchor_one_token_late}, overflow=True)
 
 
 # -- room 5 ------------------------------------------------------------------------------------
@@ -308,22 +327,18 @@ def mask_for_groups_of_4(q, k, v, *, scale=None, initial_state=None):
     return torch.einsum("bhij,bjhv->bihv", x.softmax(-1), v), (k, v)
 
 
+def masked(name: str, sees: Callable) -> None:
+    mistake(name, "x_ij = -inf for j > i", SOFTMAX)(partial(attention, sees=sees))
+
+
 for n in (2, 4, 8, 16):
-
-    @mistake(f"mask for groups of {n}", MASK, SOFTMAX)
-    def _(c, n=n):
-        past = c.k0.shape[1]
-        return c.run(lambda i, j: j - past <= (i - past) // n * n + n - 1)
-
-
-@mistake("mask counted from the cache's first key", MASK, SOFTMAX)
-def _(c):
-    return c.run(lambda i, j: j <= i - c.k0.shape[1])
+    masked(f"mask for groups of {n}", lambda i, j, past, n=n: j - past <= i // n * n + n - 1)
+masked("mask counted from the cache's first key", lambda i, j, past: j <= i)
 
 
 @mistake("cache ignored", "the cache of keys and values", SOFTMAX)
-def _(c):
-    return c.run(k0=c.k0[:, :0], v0=c.v0[:, :0])[0], c.cache
+def _(q, k, v, *, initial_state=None, **options):
+    return attention(q, k, v, **options)[0], attention(q, k, v, initial_state=initial_state, **options)[1]
 
 
 # -- room 15 -----------------------------------------------------------------------------------
@@ -347,7 +362,12 @@ def tiled(x: Tensor, HV: int) -> Tensor:
     return x.repeat(1, HV // x.shape[1], 1, 1)  # W X Y W X Y instead of W W X X Y Y
 
 
+HEADS = "value head h reads key head h // (HV / H)"
+MOD = "value heads grouped wrongly: h reads key head h mod H"
+named(MOD, HEADS, DELTA, {"grouped": tiled}, whole=True, chunked=False)
+
+
 # -- room 17 -----------------------------------------------------------------------------------
-def causal_mask_alone(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+def causal_mask_alone(q: Tensor, k: Tensor, g: Tensor, C: int) -> Tensor:
     M = torch.ones(q.shape[-2], q.shape[-2]).tril()  # as printed; Gamma would be segment_sum(g).exp()
     return (q @ k.mT) * M

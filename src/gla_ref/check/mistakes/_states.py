@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from math import log
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .._emulate import Decayed
 from ._calls import (
@@ -78,7 +76,6 @@ def carry(name: str, wrong: Callable[[Call, Tensor], Tensor]) -> None:
 
 
 carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.written))
-carry("state not decayed from chunk to chunk", lambda c, S: S + (1 - decay(c.g)) * c.S)
 carry("state's decay from chunk to chunk in base 2", lambda c, S: S + (decay(c.g * log(2)) - decay(c.g)) * c.S)
 
 
@@ -90,29 +87,7 @@ def _(c):
 
 
 # -- initial and final states ------------------------------------------------------------------
-def ignored(c: Call) -> tuple[Tensor, Tensor]:
-    return c.run(S=torch.zeros_like(c.S))
-
-
-def first_read(c: Call) -> tuple[Tensor, Tensor]:
-    o, S = c.run()
-    n = c.cut(0, c.C)
-    return torch.cat([o[:, : c.C] - c.s * read(n.q * n.g.cumsum(1).exp(), c.S), o[:, c.C :]], 1), S
-
-
-for name, wrong, chunked in (
-    ("initial state ignored", ignored, False),
-    ("the first chunk does not read the initial state", first_read, True),
-):
-    mistake(name, PACK, chunked=chunked)(wrong)
-    mistake(f"{name}, only where there is one sequence", PACK, whole=True, chunked=chunked)(
-        lambda c, ends, wrong=wrong: c.each(ends, wrong if len(c.S) == 1 else None)
-    )
-
-
-@mistake("initial state read but not carried to the end", PACK)
-def _(c):
-    return c.run()[0], ignored(c)[1]
+simple("initial state ignored", PACK, lambda c: {"S": torch.zeros_like(c.S)})
 
 
 @mistake("final state not decayed through the last chunk", "S_T", GATES, chunked=True)
@@ -155,19 +130,6 @@ def _(c, ends):
     if ends is not None:
         ends = [0, *(min(end + 1, ends[-1]) for end in ends[1:-1]), ends[-1]]
     return c.each(ends)
-
-
-@mistake("state from the pack's chunk grid", PACK, whole=True, chunked=True)
-def _(c, ends):
-    o, S = c.each(ends)
-    spans, finals = [*pairwise(ends or ())], []
-    for a, e in spans:
-        whole = (e - a) // c.C * c.C
-        at = a // c.C * c.C + whole
-        n, (start, _) = max((n, span) for n, span in enumerate(spans) if span[0] <= at)
-        taken = c.cut(start, at, S=c.S[n : n + 1]).run()[1]
-        finals.append(c.cut(a + whole, e, S=taken).run()[1])
-    return o, torch.cat(finals) if finals else S
 
 
 # -- gradients ---------------------------------------------------------------------------------
@@ -222,37 +184,7 @@ def _(c):
     return c.chunks(turn)
 
 
-def uphill(c: Call) -> tuple[Tensor, Tensor]:
-    """Chunks whose writes have the gradient of k times a log decay."""
-
-    def turn(c, o, S):
-        rest = pad(c.g[:, 1:], (0, 0, 0, 0, 0, 1)).flip(1).cumsum(1).flip(1).clamp_min(-1e6)  # o stays finite
-        wrong = write(c.k * rest, c.v.detach()) - write(c.k * rest.exp(), c.v.detach())
-        return o, S + (wrong - wrong.detach())
-
-    return c.chunks(turn)
-
-
-for packed_only in (False, True):
-    mistake("dk with the log decay for the decay", GRADIENT, GATED, whole=True, chunked=True)(
-        lambda c, ends, packed_only=packed_only: c.each(ends, None if packed_only and not ends else uphill)
-    )
-
-
 # -- the gates' gradient by sums of q dq - k dk ------------------------------------------------
-class Total(torch.autograd.Function):
-    """0 in place of the sum of gates `[B, T, H, K]`, with the sum's gradient: also where a gate is -inf."""
-
-    @staticmethod
-    def forward(ctx, g):
-        ctx.shape = g.shape
-        return torch.zeros_like(g[:, 0])
-
-    @staticmethod
-    def backward(ctx, d):
-        return d[:, None].expand(ctx.shape)
-
-
 def summed(c: Call, g: Tensor) -> tuple[Tensor, Tensor]:
     """A call whose gates' gradient is made of q dq - k dk, summed to its end: o and S."""
     b = g.cumsum(1)
@@ -268,30 +200,6 @@ def _(c):
     return o, (total - total.detach()).exp()[..., None] * S
 
 
-def end_of_sums(c: Call, own: Callable[[Tensor], Tensor] = lambda d: d) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk whose gates' gradient is made of q dq - k dk, summed to its end (and changed by `own`): o, S, and 0.
-
-    Times a state, and added to what leaves the chunk, that 0 brings the gradient what this state adds at the end.
-    """
-    return *summed(c, backward(c.g, own)), Total.apply(c.g)[..., None]
-
-
-def by_sums(c: Call, own: Callable[[Tensor], Tensor] = lambda d: d, end: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Chunks whose gates' gradient is made of a sum over the chunk's own terms, and `end` times what its state adds."""
-
-    def turn(c, o, S):
-        o, S, change = end_of_sums(c, own)
-        return o, S + end * change * S.detach()
-
-    return c.chunks(turn)
-
-
-def forwards(d: Tensor) -> Tensor:
-    """The sum over a token's terms and those before it, made of that over its own and those behind it."""
-    return (d - torch.cat([d[:, 1:], 0 * d[:, :1]], 1)).cumsum(1)
-
-
-mistake("gate's gradient without what comes after its chunk", GRADIENT, GATED, chunked=True)(partial(by_sums, end=0.0))
-mistake("gate's gradient summed from its chunk's first token on", GRADIENT, GATED, chunked=True)(
-    partial(by_sums, own=forwards)
-)
+@mistake("gate's gradient without what comes after its chunk", GRADIENT, GATED, chunked=True)
+def _(c):
+    return c.chunks(lambda c, o, S: summed(c, c.g))

@@ -17,14 +17,15 @@ and dbeta_i = scale r_i x_i, with x_i what is left of v_i; `solve` sees to it th
 diagonal of dv w^T, which is there for G, and sum(S R) that of S R^T, a product of its own: cheaper than S and R in
 registers.
 
-A program takes chunks of key heads, one after another, and of each the value heads in turn. dq and dk of a key head,
-and F and G summed over its value heads, stay in registers; products with F and G come once per key head. Tiles fill
-shared memory, so that 28 KB are left for L1, and what a thread spills comes back from L2, 300 clocks or more later. So
-all waits name what must be there before the next products (`deps`), and `never`, a zero that the compiler does not
-know, keeps it from holding one turn's addresses and masks for the next. Roles::
+A program takes chunks of key heads, one after another, and of each the value heads in turn. dq and dk of a key head
+stay in registers over its turns, F and G do not: each group stores its own, and both read both in the same turn. Tiles
+fill shared memory, so that 28 KB are left for L1, and what a thread spills comes back from L2, 300 clocks or more
+later. So all waits name what must be there before the next products (`deps`), and `never`, a zero that the compiler
+does not know, keeps it from holding one turn's addresses and masks for the next. Roles::
 
-    group 0     4 warps    channels 0 to 63 of K: w R^T, dv S^T, do S^T, S R^T; dv w^T and k k^T: G, its sums
-    group 1     4 warps    channels 64 to 127; do w^T and q k^T: F, its sums
+    group 0     4 warps    G and its sums, of dv w^T and k k^T; then channels 0 to 63 of K:
+                           w R^T, dv S^T, do S^T, S R^T, and products with F and G
+    group 1     4 warps    F and its sums, of do w^T and q k^T; then channels 64 to 127
     loader      1 warp     brings do, w, dv and factors (two stages), S and R, q and k; sends dq and dk
     finisher    1 warp     dg and dbeta of sums of rows of both groups
 
@@ -34,18 +35,21 @@ Barriers, in the order of ring.py; rounds are turns n, and key heads `it` of G t
     states_ready[D]         S and R of a group's channels
     keys_ready              q and k
     factors_ready[n % 2]    e^b, e^(b_C - b) and b for groups
-    states_done[D]          a group has read its S and R
+    both_ready              F and G
+    states_done[D]          a group has read its S and R, and F and G
     rows_done[n % 2]        groups have read do, w and dv, and their sums are there
     sums_done[n % 2]        the finisher has read sums
-    both_ready              F and G
     keys_done               groups have read q and k
     results_ready[it % 2]   dq and dk lie in the last turn's tiles of do and dv, from where the loader sends them
+
+A group writes its F or G once states_done of the other's turn before has ended, and dq and dk once rows_done of a key
+head's last turn has. The next phase of the first needs that F or G, the next of the second its own arrival: (b).
 
 *Packed sequences*: the loader waits for the tiles of a chunk that is not whole, overwrites the next sequence's rows
 with zeros and then gives `factors_ready`; it stores such a chunk's dq and dk itself. *K of 64*: the copy engine reads
 zeros beyond them, so the second group then makes F and zeros.
 
-Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in and out. Shared memory: 222 KB.
+Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in and out. Shared memory: 223 KB.
 """
 
 from __future__ import annotations
@@ -67,8 +71,8 @@ from .tiles import add, behind, box, keep_rows, store_own_rows, which_segment
 
 BLOCK = gl.constexpr(64)  # rows and columns of a tile
 ROWS = gl.constexpr(FACTORS)  # of `factors`
-OWN, READS, WRITES, PAIRS, KEPT = (gl.constexpr(i) for i in range(5))  # sums of rows of a group
-SUMS = gl.constexpr(5)
+OWN, READS, WRITES, KEPT = (gl.constexpr(i) for i in range(4))  # sums of rows of a group
+SUMS = gl.constexpr(4)
 
 
 class Tiles(NamedTuple):
@@ -84,6 +88,7 @@ class Tiles(NamedTuple):
     FG: object  # F, G
     factors: object  # [2 * 3, C]: turn; e^b, e^(b_C - b), b
     sums: object  # [2 * 2 * SUMS, C]: turn, group, which
+    pairs: object  # [2 * 2, 4, C]: turn, group; sums of columns over a warp's rows
 
 
 class Barriers(NamedTuple):
@@ -93,10 +98,10 @@ class Barriers(NamedTuple):
     states_ready: object
     keys_ready: object
     factors_ready: object
+    both_ready: object
     states_done: object
     rows_done: object
     sums_done: object
-    both_ready: object
     keys_done: object
     results_ready: object
 
@@ -132,14 +137,11 @@ def clear_rows(tile, remaining):
 @gluon.jit
 def send(p, box_, tile, i_b, i_k, o_t, stop, o_k, T, H, K: gl.constexpr, PACKED: gl.constexpr):
     """A tile of dq or dk: by the copy engine, or at the end of a packed sequence by a warp, 16 rows at a time."""
-    if PACKED:
-        if stop - o_t < C:
-            by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-            for r in gl.static_range(0, C, 16):
-                x = tile.reshape([C, BLOCK]).slice(r, 16).load(by_rows)
-                store_own_rows(p, x, i_b, i_k, o_t + r, stop, o_k, T, H, K, by_rows)
-        else:
-            copy_out(box_, [i_b, i_k, o_t, o_k], tile)
+    if PACKED and stop - o_t < C:
+        by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+        for r in gl.static_range(0, C, 16):
+            x = tile.reshape([C, BLOCK]).slice(r, 16).load(by_rows)
+            store_own_rows(p, x, i_b, i_k, o_t + r, stop, o_k, T, H, K, by_rows)
     else:
         copy_out(box_, [i_b, i_k, o_t, o_k], tile)
 
@@ -232,6 +234,7 @@ def both_sums(tiles, o_s, which: gl.constexpr, layout: gl.constexpr):
 def finisher(tiles, bars, g, s_g, factors, dg, dbeta, work, scale, G: gl.constexpr):
     """dg and dbeta of each turn, of both groups' sums. One warp."""
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    lines: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
     HV, o_c = work.H * G, gl.arange(0, C, layout=line)
     for it in range(gl.cdiv(work.items - gl.program_id(0), work.programs)):
         i_k, i_s, i_b, stop, o_t = which_chunk(work, it)
@@ -248,7 +251,9 @@ def finisher(tiles, bars, g, s_g, factors, dg, dbeta, work, scale, G: gl.constex
             own = tiles.sums.index(o_s + OWN).load(line)
             if dg is not None:
                 reads, writes = both_sums(tiles, o_s, READS, line), both_sums(tiles, o_s, WRITES, line)
-                crossed, kept = both_sums(tiles, o_s, PAIRS, line), both_sums(tiles, o_s, KEPT, line)
+                kept = both_sums(tiles, o_s, KEPT, line)
+                crossed = tiles.pairs.index(2 * s).load(lines) + tiles.pairs.index(2 * s + 1).load(lines)
+                crossed = gl.convert_layout(gl.sum(crossed, 0), line)
             barrier()
             mbarrier.arrive(bars.sums_done.index(s), count=1)
             gl.store(dbeta + p_d, (own / b_beta / b_beta).to(dbeta.dtype.element_ty), mask=o_t + o_c < stop)
@@ -277,6 +282,13 @@ def over(x, y, i, j, N: gl.constexpr, layout: gl.constexpr, X_T: gl.constexpr = 
 
 
 @gluon.jit
+def rows_and_columns(never, layout: gl.constexpr):
+    """`row_column` of a tile whose numbers the compiler cannot keep from turn to turn: `never` is 0."""
+    i, j = row_column(C, layout)
+    return i + never, ((j & 6) + never) | (j & 57)
+
+
+@gluon.jit
 def group(
     tiles, bars, work, scale, unscale, zero,
     G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, D: gl.constexpr, DG: gl.constexpr,
@@ -290,7 +302,7 @@ def group(
     none = gl.zeros([C, BLOCK], gl.float32, wide)
     of_M = -unscale if D == 0 else 1.0
     for it in range(gl.cdiv(work.items - gl.program_id(0), work.programs)):
-        b_dq, b_dk, total = none, none, none  # total: F or G over the value heads
+        b_dq, b_dk = none, none
         for turn in range(G):
             n = it * G + turn
             s = n % 2
@@ -299,7 +311,36 @@ def group(
             mbarrier.wait(bars.sums_done.index(s), ((n // 2) & 1) ^ 1)
             mbarrier.wait(bars.factors_ready.index(s), (n // 2) & 1)
             mbarrier.wait(bars.rows_ready.index(s), (n // 2) & 1)
+            mbarrier.wait(bars.keys_ready.index(0), it & 1)
+
+            # compute: pairs, over V and over K
+            M = over(tiles.dv if D == 0 else tiles.do, tiles.w, 2 * s, 2 * s, N_V, wide, Y_T=True)
+            i, j = rows_and_columns(never, wide)
+            if DG:
+                A = over(tiles.k if D == 0 else tiles.q, tiles.k, never, never, N_K, wide, Y_T=True)
+                M, A = warpgroup_mma_wait(0, deps=[M, A])
+            else:
+                M = warpgroup_mma_wait(0, deps=[M])
+            t_b = tiles.factors.index(3 * s + 2)
+            # b in one number: b_i - b_j is wrong by 2^-24 of b, 6e-4 if 64 gates are closed; F, G are rounded to 2^-9
+            E = gl.exp2(t_b.load(of_row)[:, None] - t_b.load(of_column)[None, :])  # above the diagonal perhaps infinite
+            if D == 0:
+                tiles.sums.index(o_s + OWN).store(gl.sum(gl.where(i == j, M, 0.0), 1))  # dv_i w_i
+            M = gl.where(i > j if D == 0 else i >= j, M * E, 0.0)  # G is of_M M
+            mbarrier.wait(bars.states_done.index(1 - D), (n & 1) ^ 1)  # the other group has read F and G
+            t_own = tiles.FG.index(1 - D + never)
+            t_own.store((M * of_M).to(t_own.dtype))
+            if DG:
+                A = A * M
+                if D == 1:
+                    A = gl.where(i > j, A, 0.0)  # i = j crosses no gate
+                b_reads = gl.sum(A, 1) * of_M
+                tiles.pairs.index(2 * s + D).store(gl.sum(A.reshape([4, 16, C]), 1) * of_M)  # a warp has 16 rows
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(bars.both_ready.index(0), count=1)
             mbarrier.wait(bars.states_ready.index(D), n & 1)
+            never = (n + 1) & zero
 
             # compute: what reads and writes states
             x_w = over(tiles.w, tiles.R, 2 * s, 2 * D + never, N_V, wide)
@@ -308,94 +349,53 @@ def group(
             until = tiles.factors.index(3 * s + 1).load(of_row)
             since_v = -since * unscale
             x_w, x_v = warpgroup_mma_wait(0, deps=[x_w, x_v])
-            if turn == 0:
-                mbarrier.wait(bars.keys_ready.index(0), it & 1)
+            mbarrier.wait(bars.both_ready.index(0), n & 1)
             if DG:
-                low = tiles.k.index(D + never).reshape([C, BLOCK]).load(wide).to(gl.float32)
-                b_writes = gl.sum(low * x_w, 1) * until
-                b_reads = gl.sum(low * x_v, 1) * since_v
+                low = tiles.k.index(D + never).reshape([C, BLOCK]).load(wide)
+                tiles.sums.index(o_s + WRITES).store(gl.sum(low.to(gl.float32) * x_w, 1) * until)
+                b_reads += gl.sum(low.to(gl.float32) * x_v, 1) * since_v
             b_dk = b_dk + x_w * until[:, None]
             b_dk = b_dk + x_v * since_v[:, None]
+            never = (n + 2) & zero
+            b_q, b_k = tiles.q.index(D + never).reshape([C, BLOCK]), tiles.k.index(D + never).reshape([C, BLOCK])
+            t_F, t_G = tiles.FG.index(never), tiles.FG.index(1 + never)
             if DG:
-                b_dk, b_reads, b_writes = warpgroup_mma_wait(0, deps=[b_dk, b_reads, b_writes])
+                b_dk, b_reads = warpgroup_mma_wait(0, deps=[b_dk, b_reads])
                 x_q = over(tiles.do, tiles.S, 2 * s, 2 * D + never, N_V, wide)
                 kept = over(tiles.S, tiles.R, 2 * D + never, 2 * D + never, N_V, wide, X_T=True)  # diagonal: sum(S R)
-                i, j = row_column(C, wide)
-                i, j = i + never, j + never
-                x_q, kept = warpgroup_mma_wait(0, deps=[x_q, kept])
             else:
                 b_dk = warpgroup_mma_wait(0, deps=[b_dk])
                 x_q = over(tiles.do, tiles.S, 2 * s, 2 * D + never, N_V, wide)
-                x_q = warpgroup_mma_wait(0, deps=[x_q])
-            barrier()  # all warps' products have read S and R of these channels
+            b_dq = warpgroup_mma(t_F, b_k, b_dq, is_async=True)
+            b_dk = warpgroup_mma(t_F.permute((1, 0)), b_q, b_dk, is_async=True)
+            b_dk = warpgroup_mma(t_G, b_k, b_dk, is_async=True)
+            b_dk = warpgroup_mma(t_G.permute((1, 0)), b_k, b_dk, is_async=True)
+            if DG:
+                x_q, kept, b_dq, b_dk = warpgroup_mma_wait(0, deps=[x_q, kept, b_dq, b_dk])
+            else:
+                x_q, b_dq, b_dk = warpgroup_mma_wait(0, deps=[x_q, b_dq, b_dk])
+            barrier()  # all warps' products have read S and R of these channels, F and G
             mbarrier.arrive(bars.states_done.index(D), count=1)
             b_dq = b_dq + x_q * since[:, None]
+            never = (n + 3) & zero
             if DG:
-                b_kept = gl.sum(gl.where(i == j, kept, 0.0), 1)
-                low = tiles.q.index(D + never).reshape([C, BLOCK]).load(wide).to(gl.float32)
-                b_reads += gl.sum(low * x_q, 1) * since
-                b_dq, b_reads, b_kept = warpgroup_mma_wait(0, deps=[b_dq, b_reads, b_kept])
-            else:
-                b_dq = warpgroup_mma_wait(0, deps=[b_dq])
-
-            # compute: pairs, over V and over K
-            if D == 0:
-                M = over(tiles.dv, tiles.w, 2 * s, 2 * s, N_V, wide, Y_T=True)
-            else:
-                M = over(tiles.do, tiles.w, 2 * s, 2 * s, N_V, wide, Y_T=True)
-            t_b = tiles.factors.index(3 * s + 2)
-            # b in one number: b_i - b_j is wrong by 2^-24 of b, 6e-4 if 64 gates are closed; F, G are rounded to 2^-9
-            E = gl.exp2(t_b.load(of_row)[:, None] - t_b.load(of_column)[None, :])  # above the diagonal perhaps infinite
-            M = warpgroup_mma_wait(0, deps=[M])
-            i, j = row_column(C, wide)
-            never = s & zero
-            i, j = i + never, j + never
-            if DG:
-                if D == 0:
-                    A = over(tiles.k, tiles.k, never, never, N_K, wide, Y_T=True)
-                else:
-                    A = over(tiles.q, tiles.k, never, never, N_K, wide, Y_T=True)
-            if D == 0:
-                tiles.sums.index(o_s + OWN).store(gl.sum(gl.where(i == j, M, 0.0), 1))  # dv_i w_i
-                M = gl.where(i > j, M * E, 0.0)  # G is of_M M
-            else:
-                M = gl.where(i >= j, M * E, 0.0)
-            total = total + M
-            if DG:
-                A, total = warpgroup_mma_wait(0, deps=[A, total])
-                A = A * M
-                if D == 1:
-                    A = gl.where(i > j, A, 0.0)  # i = j crosses no gate
-                tiles.sums.index(o_s + READS).store(b_reads + gl.sum(A, 1) * of_M)
-                tiles.sums.index(o_s + WRITES).store(b_writes)
-                tiles.sums.index(o_s + KEPT).store(b_kept)
-                tiles.sums.index(o_s + PAIRS).store(gl.sum(A, 0) * of_M)
+                i, j = rows_and_columns(never, wide)
+                tiles.sums.index(o_s + KEPT).store(gl.sum(gl.where(i == j, kept, 0.0), 1))
+                low = tiles.q.index(D + never).reshape([C, BLOCK]).load(wide)
+                tiles.sums.index(o_s + READS).store(b_reads + gl.sum(low.to(gl.float32) * x_q, 1) * since)
+            b_dq = warpgroup_mma_wait(0, deps=[b_dq])
             barrier()  # all warps' products have read do, w and dv, and all sums are there
             mbarrier.arrive(bars.rows_done.index(s), count=1)
 
-        # dq and dk of the key head
-        e = it & zero
-        b_q, b_k = tiles.q.index(D + e).reshape([C, BLOCK]), tiles.k.index(D + e).reshape([C, BLOCK])
-        t_F, t_G = tiles.FG.index(e), tiles.FG.index(1 + e)
-        if D == 0:
-            t_G.store((total * of_M).to(t_G.dtype))
-        else:
-            t_F.store(total.to(t_F.dtype))
-        fence_async_shared()
+        # dq and dk of the key head leave by way of the last turn's tiles, once both groups have read them
+        fence_async_shared()  # threads have read q and k
         barrier()
-        mbarrier.arrive(bars.both_ready.index(0), count=1)
-        mbarrier.wait(bars.both_ready.index(0), it & 1)
-        b_dq = warpgroup_mma(t_F, b_k, b_dq, is_async=True)
-        b_dk = warpgroup_mma(t_F.permute((1, 0)), b_q, b_dk, is_async=True)
-        b_dk = warpgroup_mma(t_G, b_k, b_dk, is_async=True)
-        b_dk = warpgroup_mma(t_G.permute((1, 0)), b_k, b_dk, is_async=True)
-        b_dq, b_dk = warpgroup_mma_wait(0, deps=[b_dq, b_dk])
-        barrier()  # all warps' products have read q and k
         mbarrier.arrive(bars.keys_done.index(0), count=1)
-        # dq and dk leave by way of the last turn's tiles, which both groups have read
-        s = (it * G + G - 1) % 2
-        tiles.do.index(2 * s + D).reshape([C, BLOCK]).store((b_dq * scale).to(b_q.dtype))
-        tiles.dv.index(2 * s + D).reshape([C, BLOCK]).store((b_dk * scale).to(b_q.dtype))
+        n = it * G + G - 1
+        s = n % 2
+        mbarrier.wait(bars.rows_done.index(s), (n // 2) & 1)
+        tiles.do.index(2 * s + D).reshape([C, BLOCK]).store((b_dq * scale).to(tiles.do.dtype))
+        tiles.dv.index(2 * s + D).reshape([C, BLOCK]).store((b_dk * scale).to(tiles.dv.dtype))
         fence_async_shared()
         barrier()
         mbarrier.arrive(bars.results_ready.index(it % 2), count=1)
@@ -422,14 +422,15 @@ def gradients(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     t_factors = gl.allocate_shared_memory(gl.float32, [2 * 3, C], flat)
     t_sums = gl.allocate_shared_memory(gl.float32, [4 * SUMS, C], flat)
+    t_pairs = gl.allocate_shared_memory(gl.float32, [4, 4, C], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     bars = Barriers(
         rows_ready=new_barriers(2, 1), states_ready=new_barriers(2, 1), keys_ready=new_barriers(1, 1),
-        factors_ready=new_barriers(2, 1), states_done=new_barriers(2, 1), rows_done=new_barriers(2, 2),
-        sums_done=new_barriers(2, 1), both_ready=new_barriers(1, 2), keys_done=new_barriers(1, 2),
+        factors_ready=new_barriers(2, 1), both_ready=new_barriers(1, 2), states_done=new_barriers(2, 1),
+        rows_done=new_barriers(2, 2), sums_done=new_barriers(2, 1), keys_done=new_barriers(1, 2),
         results_ready=new_barriers(2, 2),
     )
     fence_async_shared()
-    tiles = Tiles(t_q, t_k, t_do, t_w, t_dv, t_S, t_R, t_FG, t_factors, t_sums)
+    tiles = Tiles(t_q, t_k, t_do, t_w, t_dv, t_S, t_R, t_FG, t_factors, t_sums, t_pairs)
     work = Work(cu, N, T, H, n_items, n_programs)
     DG: gl.constexpr = dg is not None
     gl.warp_specialize(
@@ -471,10 +472,11 @@ def make_gradients(call: DeltaCall, x: Local, beta: Spec, need_dg: bool) -> Made
     d_dq, d_dk = (box(y, C.value, BLOCK.value) for y in (dq, dk))
     items = H * call.chunks
     programs = min(items, draft.hardware.multiprocessors)
+    others = 24 if call.G > 1 and call.cu is None else 40  # groups spill at G > 1, packed sequences' loader too
     draft.launch(
         gradients, programs,
         *tokens, *states, x.g, *strides(x.g), call.factors, d_dq, d_dk, dq, dk, made.dg, made.dbeta, call.cu, call.N,
         call.T, H, items, programs, call.scale, 1 / call.scale, 0, G=call.G, K=call.K, V=call.V,
-        R_GROUP=232, R_OTHER=40, num_warps=4, maxnreg=168,
+        R_GROUP=(504 - others) // 2, R_OTHER=others, num_warps=4, maxnreg=168,
     )
     return made

@@ -84,11 +84,10 @@ def solve(
         gl.store(p + FINE * C + o_c, fine)
     b_q, b_k = t_q.reshape([C, K]), t_k.reshape([C, K])
     mbarrier.wait(ready, 0)
-    if PACKED:
-        if stop - o_t < C:  # the rest is another sequence's
-            keep_rows(b_q, stop - o_t, of_k)
-            keep_rows(b_k, stop - o_t, of_k)
-            fence_async_shared()
+    if PACKED and stop - o_t < C:  # the rest is another sequence's
+        keep_rows(b_q, stop - o_t, of_k)
+        keep_rows(b_k, stop - o_t, of_k)
+        fence_async_shared()
 
     # compute
     none = gl.zeros([C, C], gl.float32, wide)

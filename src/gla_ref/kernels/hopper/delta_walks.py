@@ -208,11 +208,8 @@ def send_rows(made, tile, x, o_t, part, V: gl.constexpr, layout: gl.constexpr, P
     """Store the rows of a chunk: by the copy engine from `tile` or, in float32 or at an end, by threads from x."""
     if made.d_rows is None:
         store_own_columns(made.rows, x, o_t, part, V, layout)
-    elif PACKED:
-        if part.end - o_t < C:
-            store_own_columns(made.rows, x, o_t, part, V, layout)
-        else:
-            copy_out(made.d_rows, [part.i_b, part.i_h, o_t, part.o_v], tile)
+    elif PACKED and part.end - o_t < C:
+        store_own_columns(made.rows, x, o_t, part, V, layout)
     else:
         copy_out(made.d_rows, [part.i_b, part.i_h, o_t, part.o_v], tile)
 
@@ -244,11 +241,10 @@ def walk(
         if FLOAT16:
             of_Y, _ = load_divisors(factors, (i_c + i) * HV + i_h, DIVISORS, ROWS)
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
-        if PACKED:
-            if part.end - o_t < C:  # the rest is another sequence's
-                keep_rows(b_k, part.end - o_t, wide)
-                keep_rows(b_v, part.end - o_t, narrow)
-                fence_async_shared()
+        if PACKED and part.end - o_t < C:  # the rest is another sequence's
+            keep_rows(b_k, part.end - o_t, wide)
+            keep_rows(b_v, part.end - o_t, narrow)
+            fence_async_shared()
 
         # w: v' = beta (v - e^b (k S)) is the first operand
         x = warpgroup_mma(gl.convert_layout(low, left), b_k.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -322,12 +318,11 @@ def walk_back(
         if FLOAT16:
             of_Y, of_P = load_divisors(factors, (i_c + c) * HV + i_h, DIVISORS, ROWS)
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
-        if PACKED:
-            if part.end - o_t < C:  # the rest is another sequence's
-                keep_rows(b_q, part.end - o_t, wide)
-                keep_rows(b_k, part.end - o_t, wide)
-                keep_rows(b_do, part.end - o_t, narrow)
-                fence_async_shared()
+        if PACKED and part.end - o_t < C:  # the rest is another sequence's
+            keep_rows(b_q, part.end - o_t, wide)
+            keep_rows(b_k, part.end - o_t, wide)
+            keep_rows(b_do, part.end - o_t, narrow)
+            fence_async_shared()
 
         # d, and e^b do for R
         x = warpgroup_mma(gl.convert_layout(low, left), b_k.permute((1, 0)), none, use_acc=False, is_async=True)

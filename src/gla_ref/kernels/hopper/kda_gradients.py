@@ -123,6 +123,133 @@ def load_tiles(box, at_0, at_1, at_2, o, bar, tiles):
         copy_in(box, [at_0, at_1, at_2, o + n * 64], bar, tiles.index(n))
 
 
+@gluon.jit
+def make_dv(
+    t_FG, t_e, t_w, d_dv, dv, at_e, i_b, i_h, o_t, stop, T, HV, scale, V: gl.constexpr, PACKED: gl.constexpr,
+    wide: gl.constexpr,
+):
+    """(3): dv goes out, -dv / scale into the place of e. Returns the sums of dv w / -scale over rows, [C]."""
+    none = gl.zeros([C, C], gl.float32, wide)
+    b_T = t_FG.index(0).reshape([C, C]).permute((1, 0))
+    sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, wide))
+    mbarrier.wait(at_e, 0)
+    for n in gl.static_range(V // 64):
+        b_e, b_dv = t_e.index(n).reshape([C, 64]), t_FG.index(1 - n)
+        x_v = warpgroup_mma(b_T, b_e, none, use_acc=False, is_async=True)
+        b_w = t_w.index(n).reshape([C, 64]).load(wide).to(gl.float32)
+        x_v = warpgroup_mma_wait(0, deps=[x_v])
+        sums += gl.sum(x_v * b_w, 1)
+        barrier()  # all warps' products have read e, and at last T
+        b_e.store(x_v.to(b_e.dtype))
+        b_dv.reshape([C, 64]).store((x_v * -scale).to(b_e.dtype))
+        fence_async_shared()
+        barrier()  # all threads' stores are fenced
+        if PACKED:
+            if stop - o_t < C:
+                store_own_rows(dv, x_v * -scale, i_b, i_h, o_t, stop, n * 64, T, HV, V, wide)
+            else:
+                copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
+        else:
+            copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
+    return sums
+
+
+@gluon.jit
+def make_pairs(
+    t_do, t_w, t_e, t_FG, t_own, at_do, rows, i, j, N_V: gl.constexpr, PACKED: gl.constexpr, left: gl.constexpr,
+    wide: gl.constexpr,
+):
+    """(4): F and G as tiles in the place of T and dv, to be read transposed. Returns the four blocks of each."""
+    mbarrier.wait(at_do, 0)
+    if PACKED:
+        if rows < C:  # the rest is another sequence's
+            for n in gl.static_range(N_V):
+                keep_rows(t_do.index(n).reshape([C, 64]), rows, wide)
+            fence_async_shared()
+            barrier()
+    none = gl.zeros([C, C], gl.float32, wide)
+    G = over_blocks(t_e, t_w, none, 0)
+    F = over_blocks(t_do, t_w, none, 0)
+    F, G = warpgroup_mma_wait(0, deps=[F, G])
+    t_own.store(gl.sum(gl.where(i == j, F, 0.0), 1))  # i = j crosses no gate
+    F, G = gl.where(i > j, F, 0.0).to(t_FG.dtype), gl.where(i > j, G, 0.0).to(t_FG.dtype)
+    tma.store_wait(0)  # dv has been read
+    t_FG.index(0).reshape([C, C]).store(F)
+    t_FG.index(1).reshape([C, C]).store(G)
+    fence_async_shared()
+    return four(F, left), four(G, left)
+
+
+@gluon.jit
+def make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x, col: gl.constexpr, of_D: gl.constexpr):
+    """Anchors, and what meets by them, of the sums of gates x [4, 16, BK]: D [4, BK] in all, h about the middle.
+
+    `tables`, four of [4, BK]: e^h, e^(D of all earlier blocks), e^D, D - 2 h. `tails`: e^(D of all later blocks).
+    `weights`: row J, columns of all blocks. `t_x`: x - h.
+    """
+    tables.index(0).store(gl.exp2(h))
+    tables.index(2).store(gl.exp2(D))
+    tables.index(3).store(D - 2.0 * h)
+    t_x.store(gl.convert_layout((x - h[:, None, :]).reshape([C, BK]), col))
+    H_0, H_1, H_2, H_3 = row(table, 0, of_D), row(table, 1, of_D), row(table, 2, of_D), row(table, 3, of_D)
+    A_0, A_1, A_2, A_3 = row(table, 8, of_D), row(table, 9, of_D), row(table, 10, of_D), row(table, 11, of_D)
+    A_12, own = A_1 * A_2, gl.where(mild, gl.exp2(-h), 0.0)
+    # from block J (a row) to each block on either side
+    w_0 = H_0 * gl.where(o_f == 3, A_12, gl.where(o_f == 2, A_1, 1.0))
+    w_3 = H_3 * gl.where(o_f == 0, A_12, gl.where(o_f == 1, A_2, 1.0))
+    weights.index(0).store(gl.where(o_f == 0, own, w_0))
+    weights.index(1).store(gl.where(o_f == 1, own, H_1 * gl.where(o_f == 3, A_2, 1.0)))
+    weights.index(2).store(gl.where(o_f == 2, own, H_2 * gl.where(o_f == 0, A_1, 1.0)))
+    weights.index(3).store(gl.where(o_f == 3, own, w_3))
+    begin = gl.where(o_f == 1, A_0, gl.where(o_f == 2, A_0 * A_1, A_0 * A_12))
+    tables.index(1).store(gl.where(o_f == 0, 1.0, begin))
+    tail = gl.where(o_f == 0, A_12 * A_3, gl.where(o_f == 1, A_2 * A_3, A_3))
+    tails.store(gl.where(o_f == 3, 1.0, tail))
+
+
+@gluon.jit
+def add_pairs(
+    b_q, b_k, left_F, left_G, rows_F, rows_G, rows_lq, rows_lk, rows_rk, weights, none, acc: gl.constexpr,
+    of_a: gl.constexpr,
+):
+    """Block by block, what each reads of earlier ones and of itself, added to b_q and b_k, and what is read of it."""
+    p = gl.zeros([4, 16, BK], gl.float32, acc)
+    for n in gl.static_range(4):
+        y_q = warpgroup_mma(left_F[n], rows_rk.index(n), none, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(left_G[n], rows_rk.index(n), none, use_acc=False, is_async=True)
+        b_F, b_G = rows_F.index(n).permute((1, 0)), rows_G.index(n).permute((1, 0))
+        y = warpgroup_mma(b_F, rows_lq.index(n), none, use_acc=False, is_async=True)
+        y = warpgroup_mma(b_G, rows_lk.index(n), y, is_async=True)
+        w = weights.index(n).load(of_a)[:, None, :]
+        if n == 0:
+            y_q, y_k, y = warpgroup_mma_wait(0, deps=[y_q, y_k, y])
+        else:
+            y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
+        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
+        p = p + blocks(y, acc) * w
+    return b_q, b_k, p
+
+
+@gluon.jit
+def over_gates(y_e, y_n, o_f, kept, table, tables, t_tail, tails, of_D: gl.constexpr):
+    """(8) / scale, [4, 16, BK]: writes y_e before t, less columns of pairs y_n from t on, what is kept of a state."""
+    all_e, all_n = gl.sum(y_e, 1), gl.sum(y_n, 1)  # [4, BK]
+    y_e = y_e - y_n
+    # in t's block: writes before t, less all but the reads from t on
+    before, _ = gl.associative_scan((gl.zeros_like(y_e), y_e), 1, behind)
+    tables.index(3).store(all_e)
+    tails.store(all_n)
+    e_0, e_1, e_2 = table.index(12).load(of_D), table.index(13).load(of_D), table.index(14).load(of_D)
+    n_1, n_2, n_3 = t_tail.index(1).load(of_D), t_tail.index(2).load(of_D), t_tail.index(3).load(of_D)
+    e_1, n_2 = e_0 + e_1, n_2 + n_3
+    e_2, n_1 = e_1 + e_2, n_1 + n_2
+    earlier = gl.where(o_f == 2, e_1[None, :], gl.where(o_f == 3, e_2[None, :], 0.0))
+    earlier = gl.where(o_f == 1, e_0[None, :], earlier)
+    later = gl.where(o_f == 1, n_2[None, :], gl.where(o_f == 0, n_1[None, :], 0.0))
+    later = gl.where(o_f == 2, n_3[None, :], later)
+    return before + (earlier + later + all_n + kept[None, :])[:, None, :]
+
+
 @gluon.jit(do_not_specialize=VARIABLE)
 def gradients(
     q, k, g, do, d_w, d_e, d_T, d_S, d_R, beta, s_bb, s_bt, s_bh, d_dq, d_dk, d_dv, dq, dk, dv, dg, dbeta, weak, strong,
@@ -207,51 +334,13 @@ def gradients(
     # rounded as on T's diagonal, since dv and w both have that factor
     b_beta = gl.where(gl.abs(b_beta) < LEAST, LEAST, b_beta).to(q.dtype).to(gl.float32)
 
-    # compute: (3), -dv in the place of e
-    none = gl.zeros([C, C], gl.float32, wide)
-    b_T = t_FG.index(0).reshape([C, C]).permute((1, 0))
-    found = gl.zeros([C], gl.float32, of_row)
-    mbarrier.wait(of_e, 0)
-    for n in gl.static_range(N_V):
-        b_e, b_dv = t_e.index(n).reshape([C, 64]), t_FG.index(1 - n)
-        x_v = warpgroup_mma(b_T, b_e, none, use_acc=False, is_async=True)
-        b_w = t_w.index(n).reshape([C, 64]).load(wide).to(gl.float32)
-        x_v = warpgroup_mma_wait(0, deps=[x_v])
-        found += gl.sum(x_v * b_w, 1)
-        barrier()  # all warps' products have read e, and at last T
-        b_e.store(x_v.to(b_e.dtype))
-        b_dv.reshape([C, 64]).store((x_v * -scale).to(b_e.dtype))
-        fence_async_shared()
-        barrier()  # all threads' stores are fenced
-        if PACKED:
-            if stop - o_t < C:
-                store_own_rows(dv, x_v * -scale, i_b, i_h, o_t, stop, n * 64, T, HV, V, wide)
-            else:
-                copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
-        else:
-            copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
-    b_dbeta = (found / b_beta) * (-scale / b_beta)
+    # compute
+    sums = make_dv(t_FG, t_e, t_w, d_dv, dv, of_e, i_b, i_h, o_t, stop, T, HV, scale, V, PACKED, wide)
+    b_dbeta = (sums / b_beta) * (-scale / b_beta)
     p_b = dbeta + (i_b.to(gl.int64) * T + o_r) * HV + i_h
     gl.store(p_b, b_dbeta.to(dbeta.dtype.element_ty), mask=o_r < stop)
 
-    # compute: (4); F and G as left operands in registers, and as tiles to be transposed
-    mbarrier.wait(of_do, 0)
-    if PACKED:
-        if stop - o_t < C:  # the rest is another sequence's
-            for n in gl.static_range(N_V):
-                keep_rows(t_do.index(n).reshape([C, 64]), stop - o_t, wide)
-            fence_async_shared()
-            barrier()
-    G_ = over_blocks(t_e, t_w, none, 0)
-    F = over_blocks(t_do, t_w, none, 0)
-    F, G_ = warpgroup_mma_wait(0, deps=[F, G_])
-    t_own.store(gl.sum(gl.where(i == j, F, 0.0), 1))  # i = j crosses no gate
-    F, G_ = gl.where(i > j, F, 0.0).to(q.dtype), gl.where(i > j, G_, 0.0).to(q.dtype)
-    tma.store_wait(0)  # dv has been read
-    t_FG.index(0).reshape([C, C]).store(F)
-    t_FG.index(1).reshape([C, C]).store(G_)
-    fence_async_shared()
-    left_F, left_G = four(F, left), four(G_, left)
+    left_F, left_G = make_pairs(t_do, t_w, t_e, t_FG, t_own, of_do, stop - o_t, i, j, N_V, PACKED, left, wide)
 
     none_k = gl.zeros([C, BK], gl.float32, thin)
     o_f = gl.arange(0, 4, layout=gl.SliceLayout(1, of_f))[:, None]
@@ -298,24 +387,7 @@ def gradients(
         mild = D >= LIMIT * LOG2E
         h = gl.where(mild, D * 0.5, 0.0)
         gl.store(weak + (pid.to(gl.int64) * 4 + o_f) * K + (m * BK + o_d)[None, :], mild.to(gl.int8))
-        tables.index(0).store(gl.exp2(h))
-        tables.index(2).store(gl.exp2(D))
-        tables.index(3).store(D - 2.0 * h)
-        t_x.store(gl.convert_layout((x - h[:, None, :]).reshape([C, BK]), col))
-        H_0, H_1, H_2, H_3 = row(table, 0, of_D), row(table, 1, of_D), row(table, 2, of_D), row(table, 3, of_D)
-        A_0, A_1, A_2, A_3 = row(table, 8, of_D), row(table, 9, of_D), row(table, 10, of_D), row(table, 11, of_D)
-        A_12, own = A_1 * A_2, gl.where(mild, gl.exp2(-h), 0.0)
-        # from block J (a row) to each block on either side
-        w_0 = H_0 * gl.where(o_f == 3, A_12, gl.where(o_f == 2, A_1, 1.0))
-        w_3 = H_3 * gl.where(o_f == 0, A_12, gl.where(o_f == 1, A_2, 1.0))
-        weights.index(0).store(gl.where(o_f == 0, own, w_0))
-        weights.index(1).store(gl.where(o_f == 1, own, H_1 * gl.where(o_f == 3, A_2, 1.0)))
-        weights.index(2).store(gl.where(o_f == 2, own, H_2 * gl.where(o_f == 0, A_1, 1.0)))
-        weights.index(3).store(gl.where(o_f == 3, own, w_3))
-        begin = gl.where(o_f == 1, A_0, gl.where(o_f == 2, A_0 * A_1, A_0 * A_12))
-        tables.index(1).store(gl.where(o_f == 0, 1.0, begin))  # e^(D of all earlier blocks)
-        tail = gl.where(o_f == 0, A_12 * A_3, gl.where(o_f == 1, A_2 * A_3, A_3))
-        tails.store(gl.where(o_f == 3, 1.0, tail))  # of all later ones
+        make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x, col, of_D)
 
         # operands
         z = blocks(t_x.load(thin), acc)
@@ -341,21 +413,9 @@ def gradients(
         b_v = blocks(b_v, acc) * tails.load(of_a)[:, None, :]
         t_x.store(gl.convert_layout((load_blocks(t_rk, thin, acc) * (half * b_v)).reshape([C, BK]), thin))
 
-        # what block J gives to later tokens and to its own, and what it reads of earlier ones and of its own
-        p = gl.zeros([4, 16, BK], gl.float32, acc)
-        for n in gl.static_range(4):
-            y_q = warpgroup_mma(left_F[n], rows_rk.index(n), none_k, use_acc=False, is_async=True)
-            y_k = warpgroup_mma(left_G[n], rows_rk.index(n), none_k, use_acc=False, is_async=True)
-            b_F, b_G = rows_F.index(n).permute((1, 0)), rows_G.index(n).permute((1, 0))
-            y = warpgroup_mma(b_F, rows_lq.index(n), none_k, use_acc=False, is_async=True)
-            y = warpgroup_mma(b_G, rows_lk.index(n), y, is_async=True)
-            w = weights.index(n).load(of_a)[:, None, :]
-            if n == 0:
-                y_q, y_k, y = warpgroup_mma_wait(0, deps=[y_q, y_k, y])
-            else:
-                y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
-            b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
-            p = p + blocks(y, acc) * w
+        b_q, b_k, p = add_pairs(
+            b_q, b_k, left_F, left_G, rows_F, rows_G, rows_lq, rows_lk, rows_rk, weights, none_k, acc, of_a
+        )
 
         # dq, dk, and rows less columns of pairs
         z = load_blocks(t_lq, thin, acc) * b_q + load_blocks(t_lk, thin, acc) * b_k
@@ -396,21 +456,7 @@ def gradients(
 
         # (8): reads from t on, writes before t, the state
         if dg is not None:
-            all_e, all_n = gl.sum(y_e, 1), gl.sum(y_n, 1)  # [4, BK]
-            y_e = y_e - y_n
-            # in t's block: writes before t, less all but the reads from t on
-            before, _ = gl.associative_scan((gl.zeros_like(y_e), y_e), 1, behind)
-            tables.index(3).store(all_e)
-            tails.store(all_n)
-            e_0, e_1, e_2 = table.index(12).load(of_D), table.index(13).load(of_D), table.index(14).load(of_D)
-            n_1, n_2, n_3 = t_tail.index(1).load(of_D), t_tail.index(2).load(of_D), t_tail.index(3).load(of_D)
-            e_1, n_2 = e_0 + e_1, n_2 + n_3
-            e_2, n_1 = e_1 + e_2, n_1 + n_2
-            earlier = gl.where(o_f == 2, e_1[None, :], gl.where(o_f == 3, e_2[None, :], 0.0))
-            earlier = gl.where(o_f == 1, e_0[None, :], earlier)
-            later = gl.where(o_f == 1, n_2[None, :], gl.where(o_f == 0, n_1[None, :], 0.0))
-            later = gl.where(o_f == 2, n_3[None, :], later)
-            b_dg = (before + (earlier + later + all_n + kept_d[None, :])[:, None, :]) * scale
+            b_dg = over_gates(y_e, y_n, o_f, kept_d, table, tables, t_tail, tails, of_D) * scale
             b_dg = gl.convert_layout(b_dg.reshape([C, BK]), col)
             store_own_rows(dg, b_dg, i_b, i_h, o_t, stop + never, m * BK, T, HV + never, K, col)
     tma.store_wait(0)  # before sums over warps may take the memory of a tile that is on its way

@@ -140,6 +140,52 @@ def joined(x_0, x_1, x_2, x_3, layout: gl.constexpr):
 
 
 @gluon.jit
+def store_decays(t_F, D, D_0, D_1, D_2, D_3, b, STRONG: gl.constexpr):
+    """Powers of 2 between blocks to t_F, from the blocks' sums of gates D [4, 64] and each of them [64].
+
+    Returns the chunk's sum, the sums before each block, those in whole numbers, and the blocks' middles, or their ends.
+    """
+    MIDDLE: gl.constexpr = 1.0 if STRONG else 0.5
+    to_2 = D_0 + D_1
+    to_3, all_D = to_2 + D_2, to_2 + (D_2 + D_3)
+    n_1, n_2, n_3 = whole(D_0), whole(to_2), whole(to_3)
+    begin = gl.where(b == 3, to_3[None, :], gl.where(b == 2, to_2[None, :], gl.where(b == 1, D_0[None, :], 0.0)))
+    n_b, m = whole(begin), whole(D * MIDDLE)
+    m_0, m_1, m_2, m_3 = whole(D_0 * MIDDLE), whole(D_1 * MIDDLE), whole(D_2 * MIDDLE), whole(D_3 * MIDDLE)
+    store_factors(t_F, 0, n_b - m_0[None, :], b, STRONG)
+    store_factors(t_F, 1, n_b - (n_1 + m_1)[None, :], b, STRONG)
+    store_factors(t_F, 2, n_b - (n_2 + m_2)[None, :], b, STRONG)
+    store_factors(t_F, 3, n_b - (n_3 + m_3)[None, :], b, STRONG)
+    store_factors(t_F, 4, n_b, b, False)
+    return all_D, begin, n_b, m
+
+
+@gluon.jit
+def apply_T(t_T, t_k, t_v, N_K: gl.constexpr, N_V: gl.constexpr, wide: gl.constexpr):
+    """W = T k^ in the place of k^, and U = T v in that of v; all products under way at once."""
+    W_0 = begin_product(t_T, t_k.index(0), wide)
+    if N_K == 2:
+        W_1 = begin_product(t_T, t_k.index(1), wide)
+    U_0 = begin_product(t_T, t_v.index(0), wide)
+    if N_V == 2:
+        U_1 = begin_product(t_T, t_v.index(1), wide)
+    W_0 = warpgroup_mma_wait(N_K + N_V - 1, deps=[W_0])
+    if N_K == 2:
+        W_1 = warpgroup_mma_wait(N_V, deps=[W_1])
+    if N_V == 2:
+        U_0, U_1 = warpgroup_mma_wait(0, deps=[U_0, U_1])
+    else:
+        U_0 = warpgroup_mma_wait(0, deps=[U_0])
+    barrier()  # all warps' products have read k^ and v
+    t_k.index(0).reshape([C, HALF]).store(W_0.to(t_k.dtype))
+    if N_K == 2:
+        t_k.index(1).reshape([C, HALF]).store(W_1.to(t_k.dtype))
+    t_v.index(0).reshape([C, HALF]).store(U_0.to(t_k.dtype))
+    if N_V == 2:
+        t_v.index(1).reshape([C, HALF]).store(U_1.to(t_k.dtype))
+
+
+@gluon.jit
 def make(
     pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
     K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr, STRONG: gl.constexpr,
@@ -207,7 +253,6 @@ def make(
     none = gl.zeros([C, 16], gl.float32, mma)
     A_0, A_1, A_2, A_3, P_0, P_1, P_2, P_3 = none, none, none, none, none, none, none, none
     least = gl.zeros([4, HALF], gl.float32, of_f)
-    MIDDLE: gl.constexpr = 1.0 if STRONG else 0.5  # of a block, or its end
     for n in gl.static_range(N_K):
         mbarrier.wait(ready.index(n), 0)
         b_K, b_Q = t_k.index(n).reshape([C, HALF]), t_q.index(n).reshape([C, HALF])
@@ -240,17 +285,7 @@ def make(
                 A_0, A_1, A_2, A_3 = add_level(A_0, A_1, A_2, A_3, t_two.index(0), t_R, level, mma)
                 P_0, P_1, P_2, P_3 = add_level(P_0, P_1, P_2, P_3, t_two.index(1), t_R, level, mma)
         # the blocks' begins, in whole numbers, and what is left of them
-        to_2 = D_0 + D_1
-        to_3, all_D = to_2 + D_2, to_2 + (D_2 + D_3)
-        n_1, n_2, n_3 = whole(D_0), whole(to_2), whole(to_3)
-        begin = gl.where(b == 3, to_3[None, :], gl.where(b == 2, to_2[None, :], gl.where(b == 1, D_0[None, :], 0.0)))
-        n_b, m = whole(begin), whole(D * MIDDLE)
-        m_0, m_1, m_2, m_3 = whole(D_0 * MIDDLE), whole(D_1 * MIDDLE), whole(D_2 * MIDDLE), whole(D_3 * MIDDLE)
-        store_factors(t_F, 0, n_b - m_0[None, :], b, STRONG)
-        store_factors(t_F, 1, n_b - (n_1 + m_1)[None, :], b, STRONG)
-        store_factors(t_F, 2, n_b - (n_2 + m_2)[None, :], b, STRONG)
-        store_factors(t_F, 3, n_b - (n_3 + m_3)[None, :], b, STRONG)
-        store_factors(t_F, 4, n_b, b, False)
+        all_D, begin, n_b, m = store_decays(t_F, D, D_0, D_1, D_2, D_3, b, STRONG)
         if not STRONG:
             gl.store(through + pid.to(gl.int64) * K + n * HALF + o_d, gl.exp2(all_D))
         y = x + (begin - n_b)[:, None, :]
@@ -317,27 +352,7 @@ def make(
     fence_async_shared()
     barrier()
 
-    # W and U, all products under way at once
-    W_0 = begin_product(t_T, t_k.index(0), wide)
-    if N_K == 2:
-        W_1 = begin_product(t_T, t_k.index(1), wide)
-    U_0 = begin_product(t_T, t_v.index(0), wide)
-    if N_V == 2:
-        U_1 = begin_product(t_T, t_v.index(1), wide)
-    W_0 = warpgroup_mma_wait(N_K + N_V - 1, deps=[W_0])
-    if N_K == 2:
-        W_1 = warpgroup_mma_wait(N_V, deps=[W_1])
-    if N_V == 2:
-        U_0, U_1 = warpgroup_mma_wait(0, deps=[U_0, U_1])
-    else:
-        U_0 = warpgroup_mma_wait(0, deps=[U_0])
-    barrier()  # all warps' products have read k^ and v: W and U leave by way of their tiles
-    t_k.index(0).reshape([C, HALF]).store(W_0.to(k.dtype))
-    if N_K == 2:
-        t_k.index(1).reshape([C, HALF]).store(W_1.to(k.dtype))
-    t_v.index(0).reshape([C, HALF]).store(U_0.to(k.dtype))
-    if N_V == 2:
-        t_v.index(1).reshape([C, HALF]).store(U_1.to(k.dtype))
+    apply_T(t_T, t_k, t_v, N_K, N_V, wide)
     # the compiler gives a tile's bytes away after the last use that it sees, so nothing comes between these copies and
     # the wait for them
     fence_async_shared()

@@ -115,9 +115,9 @@ def compiled(launches: list[Launch], device: torch.device, twins: Callable[[], l
     Compile with them the kernels of `twins`, which later calls will launch.
     """
     variants = [variant(launch, device) for launch in launches]
-    compiled = [COMPILED.get(v) for v in variants]
-    if None not in compiled:
-        return compiled
+    kernels = [COMPILED.get(v) for v in variants]
+    if None not in kernels:
+        return kernels
     wanted = zip(variants, launches, strict=True)
     more = [(variant(x, device), x) for x in twins()]
     new = {v: x for v, x in [*wanted, *more] if v not in COMPILED}
@@ -280,7 +280,7 @@ def c_function(launch: Callable) -> Callable | None:
 
 
 def direct(launch: Launch, places: dict, kernel, plain: Callable) -> Callable[[list], None] | None:
-    """Return a launch through the C function that Triton's launcher calls, in half of the time (lab/host.md).
+    """Return a launch through the C function that Triton's launcher calls, in half of the time (lab/calls.md).
 
     Return None for releases of Triton that are not in DIRECT. While a profiler counts launches, the function that
     `plain` makes launches the kernel.
