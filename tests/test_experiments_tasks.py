@@ -239,7 +239,8 @@ def test_held_out_documents_are_whole_and_apart(corpora):
 def test_byte_pairs(sources, tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     documents = [*texts.gcide(sources[1]), *texts.sotu(sources[2])]
-    made = texts.prepare(documents, tmp_path, 300)
+    made = texts.encode_pairs(documents, 300)
+    made.save(tmp_path / texts.FILE)
     corpus = texts.load(tmp_path)
     assert corpus.vocab_size == 300 and corpus.tokenizer == made.tokenizer
     assert corpus.tokens.max() < 300 and len(corpus.tokens) < corpus.bytes.sum() / 2

@@ -781,7 +781,7 @@ def test_kernels_on_a_gpu_and_references_elsewhere(mechanism):
 def test_kernels_in_the_interpreter(mixer, monkeypatch):
     """The kernels' way through the model: same loss, gradients and text; compiled without a break."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    layers = len(HYBRIDS.get(mixer, "1"))
+    layers = len(HYBRIDS.get(mixer, [mixer]))
     model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=layers), some(1, 20)
 
     def results():

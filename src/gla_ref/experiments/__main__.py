@@ -25,6 +25,7 @@ from ._driver import carry_out_all, is_done
 from .runs import Place
 
 PRESETS = ("full", "live", "tiny")  # of an experiment's settings
+EARLIER = ("ablations", "length")  # experiments that have records, while their programs are in the history
 
 
 def settings_of(module, args: argparse.Namespace):
@@ -46,7 +47,7 @@ def settings_of(module, args: argparse.Namespace):
 
 
 def side_by_side(args: argparse.Namespace, number: int) -> subprocess.Popen:
-    """The same program once more: the two share the file of records and divide the runs; GPUs in turn."""
+    """The same program once more, on the next GPU: all share the file of records and divide the runs."""
     command = [sys.executable, "-m", "gla_ref.experiments", *args.argv, "--jobs", "1"]
     if args.device == "cuda":
         command += ["--device", f"cuda:{number % torch.cuda.device_count()}"]
@@ -97,9 +98,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Make the files of tokens."""
+    """Make the file of tokens."""
     documents = [*texts.linux_doc(args.linux_doc), *texts.gcide(args.gcide), *texts.sotu(args.sotu)]
-    corpus = texts.prepare(documents, args.out, args.vocab_size)
+    corpus = texts.encode_pairs(documents, args.vocab_size)
+    corpus.save(args.out / texts.FILE)
     held, size, raw = int(corpus.held.sum()), len(corpus.tokens), int(corpus.bytes.sum())
     print(f"{len(corpus.ends)} documents, {held} held out, {raw} bytes, {size} tokens")
     return 0
@@ -109,7 +111,7 @@ def report(args: argparse.Namespace) -> int:
     """A table of every experiment that a file has records of."""
     for file in args.records:
         content = json.loads(file.read_text())
-        names = [name for name in EXPERIMENTS if isinstance(content, dict) and name in content]
+        names = [name for name in (*EXPERIMENTS, *EARLIER) if isinstance(content, dict) and name in content]
         if not names:
             raise ValueError(f"records: expected records of experiments in {file}, found none")
         for name in names:

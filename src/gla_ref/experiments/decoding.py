@@ -2,7 +2,8 @@
 
 Prices depend on sizes alone, so weights are random, and the state after T tokens is that after one with its cache
 repeated. A step gives every sequence a token; "ms" is the time of a call from Python, "gpu ms" that of its kernels, and
-"copies" that of those which copy a cache, as no call changes the state it is given: room in a cache would save them.
+"copies" that of those which join a token to a cache or to a convolution's past. No call changes the state that it is
+given, so they copy the whole; room in a cache would save them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class Settings:
         lengths: tokens before the first step.
         tokens: sequences that a step gives one token each.
         steps: that are timed.
+
+    Raises:
+        TypeError, ValueError: a field does not fit; the message names it.
     """
 
     mixers: tuple[str, ...] = ("softmax", "retnet", "mamba2", "gla", "gated_delta", "kda", "gla+softmax", "kda+softmax")
@@ -48,7 +52,7 @@ class Settings:
 
     @classmethod
     def full(cls) -> Settings:
-        """A minute on a GPU."""
+        """A minute on a GPU that nothing else uses (`--jobs 1`)."""
         return cls()
 
     @classmethod
@@ -59,16 +63,21 @@ class Settings:
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
     """One for every mixer and length, however many seeds: prices have none."""
-    s, found = settings, []
+    s, every = settings, []
     for mixer, T in product(s.mixers, s.lengths):
         about = {"stage": "main", "mixer": mixer, "size": s.size, "T": T, "seed": 0}
-        found.append(Run("decoding", f"main/{mixer}/{T}", about, s, model_of(s.size, mixer, 8192), None, s.tokens))
-    return found
+        every.append(Run("decoding", f"main/{mixer}/{T}", about, s, model_of(s.size, mixer, 8192), None, s.tokens))
+    return every
 
 
 @torch.no_grad()
 def carry_out(run: Run, place: Place) -> dict:
-    """Time a model's steps; weights and cache are bfloat16 on a GPU."""
+    """Time a model's steps; weights and cache are bfloat16 on a GPU.
+
+    Returns:
+        "ms", "gpu ms", "copies": milliseconds of a step; the last two are None on a CPU. "weights", "state" and, on a
+        GPU, "peak": bytes.
+    """
     device, steps = torch.device(place.device), run.settings.steps
     gpu = device.type == "cuda"
     model = LanguageModel(run.model).to(device, torch.bfloat16 if gpu else torch.float32)

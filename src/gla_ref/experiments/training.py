@@ -123,9 +123,8 @@ class _Trainer:
         self.step, self.seconds = 0, 0.0
         self.curve, self.norms, self.evaluations, self.diverged = [], [], [], False
         self.baselines = task.baselines()
-        self.total = torch.zeros(
-            2, device=device
-        )  # loss and norm since the curve's last point: a GPU is waited for there
+        # loss and norm since the curve's last point, where a GPU is waited for
+        self.total = torch.zeros(2, device=device)
         self.objective = task.objective(model)
         if place.compile:
             torch.compiler.reset()  # it stops compiling, unseen, after eight models in one process
@@ -188,11 +187,7 @@ class _Trainer:
             if late and self.step < steps:
                 return None
         clock()
-        return {
-            "curve": self.curve,
-            "norms": self.norms,
-            "evaluations": self.evaluations,
-            "diverged": self.diverged,
+        return {name: getattr(self, name) for name in ("curve", "norms", "evaluations", "diverged")} | {
             "seconds": round(self.seconds, 3),
             "compiled": self.place.compile,
             "learning rate": self.run.training.learning_rate,

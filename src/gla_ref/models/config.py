@@ -176,7 +176,7 @@ class Config:
         soft = softmax_of_fla(layers if isinstance(layers, list) else [], H)
         neutral = NEUTRAL | {"num_kv_heads": (None, H), "attn": (None, soft)}
         for name, x in fields.items():
-            x = {**soft, "layers": None, **x} if isinstance(x, dict) else x
+            x = {**soft, "layers": None, **x} if name == "attn" and isinstance(x, dict) else x
             if name in neutral and x not in neutral[name]:
                 raise ValueError(f"{name}: expected {' or '.join(map(repr, neutral[name]))}, got {x!r}")
             if name not in WITHOUT_EFFECT | set(own) | set(neutral):
