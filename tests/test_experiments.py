@@ -39,6 +39,9 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
         assert [step for step, norm in record["norms"] if norm > 0] == [*steps]
         assert record["evaluations"][-1]["step"] == run.training.steps
         assert len(record["evaluations"]) == run.training.evaluations
+        layers = record["evaluations"][-1].get("gates", [])
+        assert len(layers) == (run.model.num_hidden_layers if run.model.mixer == "gla" else 0)
+        assert all(0 <= layer["strong chunks"] <= 1 and layer["chunks"] > 0 for layer in layers)
     assert not list(place.folder.rglob("*.pt"))  # no checkpoint outlives its record
     before = file.read_text()
     again = carry_out_all(runs, place, file, progress=lambda name: pytest.fail(f"{name} was done"))

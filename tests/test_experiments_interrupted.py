@@ -62,12 +62,10 @@ def test_a_checkpoint_that_cannot_be_read_is_named(content, place):
         file.write_bytes(content)
     else:
         torch.save(content, file)
-    with pytest.raises(
-        ValueError, match=r"^folder: expected a checkpoint .*rate-gla-0.01.pt, got .*; remove it"
-    ) as found:
+    with pytest.raises(ValueError, match=r"^folder: expected .*rate-gla-0.01.pt, got .*; remove it") as refusal:
         language.carry_out(run, place)
-    assert "weights_only" not in str(found.value)
-    assert found.value.__suppress_context__ or not found.value.__context__  # a traceback without PyTorch's advice
+    assert "weights_only" not in str(refusal.value)
+    assert refusal.value.__suppress_context__ or not refusal.value.__context__  # a traceback without PyTorch's advice
 
 
 def test_a_corpus_that_cannot_be_read_is_named(tmp_path):
@@ -76,25 +74,18 @@ def test_a_corpus_that_cannot_be_read_is_named(tmp_path):
         texts.load(tmp_path)
 
 
-def when_saved(folder: Path, act) -> threading.Thread:
-    """Do something as soon as a folder has a checkpoint."""
-
-    def wait():
-        while not list(folder.rglob("*.pt")):
-            time.sleep(0.005)
-        act()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
-
-
 def test_an_interrupt_leaves_checkpoints_and_a_summary(place, tmp_path, capfd):
+    def interrupt():
+        while not list(place.folder.rglob("*.pt")):
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGINT)
+
     runs, file = tiny("language", steps=400), tmp_path / "r.json"
     before = signal.getsignal(signal.SIGINT)  # in a shell's background it is to ignore
-    interrupt = when_saved(place.folder, lambda: os.kill(os.getpid(), signal.SIGINT))
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
     outcome = carry_out_all(runs, replace(place, save_every=0.2), file)
-    interrupt.join()
+    thread.join()
     assert "interrupted: runs stop with a checkpoint" in capfd.readouterr().err
     assert len(outcome.left) >= 3 and not outcome.failed and len(outcome.left) + len(outcome.done) == len(runs)
     saved = torch.load(next(place.folder.rglob("*.pt")), weights_only=True)

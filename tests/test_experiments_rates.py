@@ -16,18 +16,14 @@ from gla_ref.experiments.training import train
 
 def trial_records(runs, losses: dict) -> tuple[dict, ...]:
     """Records of trials with these validation losses by group and rate; None: diverged."""
-    found = []
+    records = []
     for run in runs:
         key = run.about["group"], run.training.learning_rate
         if run.about["stage"] == "rate" and key in losses:
-            loss = losses[key]
-            found.append(
-                {
-                    "name": run.name, "about": run.about, "run": run.fingerprint(), "diverged": loss is None,
-                    "baselines": {"loss": 3.0}, "evaluations": [{"loss": loss}] if loss else [],
-                }
-            )  # fmt: skip
-    return tuple(found)
+            end = {"diverged": losses[key] is None, "evaluations": [{"loss": losses[key]}] if losses[key] else []}
+            own = {"name": run.name, "about": run.about, "run": run.fingerprint()}
+            records.append({**own, **end, "baselines": {"loss": 3.0}})
+    return tuple(records)
 
 
 RATES = (1e-3, 2e-3, 4e-3)
@@ -43,10 +39,8 @@ def choice(*losses, rates=RATES, **changes):
 def test_a_rate_is_chosen_for_every_mixer_width_and_variant():
     runs = mqar.runs(mqar.Settings.full(), 2)
     for part in ("rate", "main"):
-        columns = {
-            (r.model.mixer, r.model.hidden_size, r.model.use_short_conv) for r in runs if r.about["stage"] == part
-        }
-        assert len(columns) == 9 == len({r.about["group"] for r in runs if r.about["stage"] == part})
+        chosen = [r for r in runs if r.about["stage"] == part]
+        assert len({r.model for r in chosen}) == 9 == len({r.about["group"] for r in chosen})
     trials = [r for r in runs if r.about["stage"] == "rate"]
     assert {r.about["seed"] for r in trials} == {_rates.SEED} and all(r.training.steps == 4000 for r in trials)
     assert {r.about["seed"] for r in runs if r.about["stage"] == "main"} == {0, 1}, "no trial is a result"
@@ -71,13 +65,10 @@ def test_every_comparison_chooses_its_rates():
     assert [hybrids[size].count("softmax") for size in ("10M", "40M")] == [1, 2] and hybrids["10M"][3] == "softmax"
 
 
-def test_the_lowest_validation_loss_wins():
+def test_the_lowest_validation_loss_wins_and_of_equal_ones_that_of_the_smallest_rate():
     found = choice(0.9, 0.7, 0.8)
     assert (found.rate, found.edge, found.learned) == (2e-3, None, True)
     assert choice(0.9, None, 0.8).rate == 4e-3, "one that diverged is never the best"
-
-
-def test_of_equal_rates_the_smallest_wins_whatever_the_order():
     assert choice(0.9, 0.7, 0.7).rate == 2e-3
     assert choice(0.7, 0.9, 0.7, rates=(4e-3, 2e-3, 1e-3)).rate == 1e-3
 
@@ -92,18 +83,14 @@ def test_all_diverged_is_an_error(place):
     runs = tiny("mqar", rates=RATES)
     run = next(r for r in runs if r.about["stage"] == "main")
     records = trial_records(runs, {(run.about["group"], r): None for r in RATES})
-    with pytest.raises(
-        ValueError, match="^rates: expected one at which gla/16-conv learns, got none of \\[0.001, 0.002, 0.004\\]"
-    ):
+    with pytest.raises(ValueError, match=r"^rates: expected .*gla/16-conv learns, got none of \[0.001, 0.002, 0.004\]"):
         mqar.carry_out(run, replace(place, records=records))
 
 
 def test_missing_trials_are_named():
     runs = tiny("mqar", rates=RATES)
     run = next(r for r in runs if r.about["stage"] == "main")
-    with pytest.raises(
-        ValueError, match="^records: expected trials of gla/16-conv with the learning rates 0.002, 0.004"
-    ):
+    with pytest.raises(ValueError, match="^records: expected trials of gla/16-conv .* learning rates 0.002, 0.004"):
         choice_of(run, trial_records(runs, {(run.about["group"], 1e-3): 0.5}))
     whole = trial_records(runs, {(run.about["group"], r): 0.5 for r in RATES})
     with pytest.raises(ValueError, match="^records"):  # their settings differ

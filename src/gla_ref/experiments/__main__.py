@@ -151,11 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             "--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call"
         )
         command.add_argument(
-            "--save-every",
-            type=positive(float),
-            default=60.0,
-            metavar="SECONDS",
-            help="checkpoints, default %(default)s",
+            "--save-every", type=positive(float), default=60, metavar="SECONDS", help="checkpoints, default %(default)s"
         )
         command.add_argument(
             "--compile", action="store_true", help="train through torch.compile: same results but for rounding"

@@ -83,16 +83,13 @@ def choice_of(run: Run, records: tuple[dict, ...]) -> Choice:
         raise ValueError(
             f"records: expected trials of {group} with the learning rates {', '.join(missing)}, which come first"
         )
-    losses = {
-        rate: None if (r := trials[rate])["diverged"] else r["evaluations"][-1]["loss"] for rate in sorted(trials)
-    }
+    losses = {rate: None if r["diverged"] else r["evaluations"][-1]["loss"] for rate, r in sorted(trials.items())}
     best = min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
     if losses[best] is None:
         return Choice(None, losses, None, False)
     tried = list(losses)
     edge = None if len(tried) == 1 else {tried[0]: "lowest", tried[-1]: "highest"}.get(best)
-    chance = trials[best]["baselines"]["loss"]
-    return Choice(best, losses, edge, losses[best] < LEARNED * chance)
+    return Choice(best, losses, edge, losses[best] < LEARNED * trials[best]["baselines"]["loss"])
 
 
 def further(trial: Run, records: tuple[dict, ...]) -> Run | None:

@@ -34,9 +34,6 @@ class Settings:
         lengths: tokens before the first step.
         tokens: sequences that a step gives one token each.
         steps: that are timed.
-
-    Raises:
-        TypeError, ValueError: a field does not fit; the message names it.
     """
 
     mixers: tuple[str, ...] = ("softmax", "retnet", "mamba2", "gla", "gated_delta", "kda", "gla+softmax", "kda+softmax")

@@ -198,10 +198,8 @@ class Mqar(Task):
 
     def draw(self, n: int, T: int, pairs: int, *what) -> Questions:
         """Questions that depend on `what` alone."""
-        s = self.settings
-        return questions(
-            n, T, pairs, s.vocab_size, dice("cpu", "mqar", *what), overwritten=s.overwritten
-        ).to(self.device)  # fmt: skip
+        s, rng = self.settings, dice("cpu", "mqar", *what)
+        return questions(n, T, pairs, s.vocab_size, rng, overwritten=s.overwritten).to(self.device)
 
     def batch(self, step: int) -> Questions:
         """All of one length; lengths take turns."""

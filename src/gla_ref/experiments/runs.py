@@ -102,7 +102,7 @@ class Place:
         folder: of checkpoints.
         deadline: `time.time()` at which a run stops, with a checkpoint; None: never.
         save_every: seconds between checkpoints.
-        texts: folder of prepared texts, which two experiments need.
+        texts: folder of prepared texts, which language models need.
         records: earlier records of the experiment.
         progress: is told (done, total) after every step.
         interrupt: its `value` says whether a signal asked for an end; None: none can.
@@ -121,9 +121,8 @@ class Place:
 
     def is_late(self) -> bool:
         """Whether a run should stop, with a checkpoint."""
-        if self.interrupt is not None and self.interrupt.value:
-            return True
-        return self.deadline is not None and time.time() >= self.deadline
+        stopped = self.interrupt is not None and self.interrupt.value
+        return stopped or (self.deadline is not None and time.time() >= self.deadline)
 
 
 def check_settings(settings) -> None:

@@ -55,9 +55,8 @@ def gcide(file: Path) -> list[Document]:
         FileNotFoundError: there are none.
     """
     entries = re.split(r"\n\n(?=\S)", _text(_unpacked(file)))
-    return _some(
-        [Document(f"gcide/{i}", entry + "\n") for i, entry in enumerate(entries)], "gcide", f"entries in {file}"
-    )
+    documents = [Document(f"gcide/{i}", entry + "\n") for i, entry in enumerate(entries)]
+    return _some(documents, "gcide", f"entries in {file}")
 
 
 def sotu(folder: Path) -> list[Document]:

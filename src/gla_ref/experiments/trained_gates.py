@@ -50,13 +50,8 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
         C = min(CHUNK, g.shape[1])
         chunks = rearrange(g[:, : g.shape[1] // C * C], "b (n c) h k -> b n c h k", c=C)
         decay = chunks.sum(2).amin(-1)  # [b, n, h]
-        layers.append(
-            {
-                "half-life": _half_lives(g.mean((0, 1))),
-                "strong chunks": (decay < STRONG).float().mean().item(),
-                "chunks": decay.numel(),
-            }
-        )
+        strong = (decay < STRONG).float().mean().item()
+        layers.append({"half-life": _half_lives(g.mean((0, 1))), "strong chunks": strong, "chunks": decay.numel()})
 
     for block in model.model.layers:
         if isinstance(block.attn, GatedLinearAttention | ScalarGates | RetNet | Mamba2 | GatedDeltaRule):

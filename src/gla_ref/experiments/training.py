@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,33 +103,31 @@ def train(run: Run, task: Task, place: Place) -> dict | None:
     Raises:
         ValueError: the checkpoint belongs to other settings, or cannot be read; the message names the file.
     """
-    device, training = torch.device(place.device), run.training
+    device = torch.device(place.device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(run.about["seed"])
-        model = LanguageModel(run.model).to(device)
-        optimizer = optimizer_of(model, run, device)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: share_of_rate(step, training.steps, training.warmup)
-        )
-        trainer = _Trainer(run, task, place, device, model, optimizer, scheduler)
+        trainer = _Trainer(run, task, place)
         trainer.restore()
         return trainer.go()
 
 
 class _Trainer:
-    def __init__(self, run, task, place, device, model, optimizer, scheduler):
-        self.run, self.task, self.place, self.device = run, task, place, device
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+    def __init__(self, run: Run, task: Task, place: Place):
+        self.run, self.task, self.place, self.device = run, task, place, torch.device(place.device)
+        self.model = LanguageModel(run.model).to(self.device)
+        self.optimizer = optimizer_of(self.model, run, self.device)
+        shares = partial(share_of_rate, steps=run.training.steps, warmup=run.training.warmup)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, shares)
         self.file = run.file(place.folder, ".pt")
         self.step, self.seconds = 0, 0.0
         self.curve, self.norms, self.evaluations, self.diverged = [], [], [], False
         self.baselines = task.baselines()
         # loss and norm since the curve's last point, where a GPU is waited for
-        self.total = torch.zeros(2, device=device)
-        self.objective = task.objective(model)
+        self.total = torch.zeros(2, device=self.device)
+        self.objective = task.objective(self.model)
         if place.compile:
             torch.compiler.reset()  # it stops compiling, unseen, after eight models in one process
-            compile_parts(model)
+            compile_parts(self.model)
 
     def restore(self) -> None:
         """Go on where the checkpoint says."""
