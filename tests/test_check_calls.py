@@ -397,6 +397,7 @@ MISTAKES = {
     "a page of the cache lost": Wrong(masked(lambda i, j: j // 128 != 1), "long cache", "o"),
     "a last key alone in its tile of 96": Wrong(masked(last_alone), "481 tokens", "o"),
 }
+LARGE = "a buffer of strengths", "a last key alone in its tile of 96"  # mistakes that only large cases show
 
 
 def caught(wrong):
@@ -408,7 +409,7 @@ def caught(wrong):
     return {(row.quantity, row.kind if row.error is None else "number") for row in rows}
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", thin(MISTAKES, *(n for n in MISTAKES if n not in LARGE)))
 def test_a_kind_of_mistake_is_caught(name):
     """The only ones of their kind."""
     wrong = MISTAKES[name]
@@ -557,10 +558,10 @@ def test_what_goes_wrong_in_one_way_only_says_in_which(way):
     assert row.message.startswith(said[way]) and not report.undiagnosed
 
 
-NO_STATE = [(m, only) for m in ("linear_attention", "softmax_attention") for only in ("length*", "l[!e]*")]
+NO_STATE = [(m, only) for m in ("linear_attention", "softmax_attention") for only in ("length 65", "l*")]
 
 
-@pytest.mark.parametrize("mechanism, only", thin(NO_STATE, ("linear_attention", "length*")))
+@pytest.mark.parametrize("mechanism, only", thin(NO_STATE, ("linear_attention", "length 65")))
 def test_without_a_final_state_gradients_are_those_of_o(mechanism, only):
     def fn(q, k, v, *, scale=None):
         return FORMS[mechanism]["parallel"](q, k, v, scale=scale)[0]
@@ -632,7 +633,7 @@ def remembering(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
 def test_a_failure_in_company_is_told(known):
     BOUNDARIES.clear()
     fn = remembering if known else lambda q, k, v, cu_seqlens=None: remembering(q, k, v, cu_seqlens=cu_seqlens)
-    report = check.kernel("linear_attention", fn, only="packed*")
+    report = check.kernel("linear_attention", fn, only=("packed", "packed with other*"))
     assert report.failing == ["packed with other boundaries"] and report.alone == report.failing * known
     said = "packed with other boundaries passes alone, in a new process: the kernel kept state from an earlier case"
     assert (said in " ".join(str(report).split())) == (said in report._repr_html_()) == known

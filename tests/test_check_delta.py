@@ -46,7 +46,7 @@ def test_what_later_tokens_do_to_earlier_ones_shows():
     assert found["loss of o alone"] < 1 < found["later tokens loud"]
 
 
-@pytest.mark.parametrize("name", thin(DROPPED, "by another bound", "by the mean head"))
+@pytest.mark.parametrize("name", thin(DROPPED, "by the mean head"))
 def test_a_dropped_state_is_caught_and_named(name):
     """By whatever rule a kernel drops it; uniform gates and short texts are right in all of these."""
     mechanism, fn = DROPPED[name]

@@ -522,7 +522,7 @@ def check_maps_on_hopper(mechanism, B, T, K, V, reads, kind=MILD):
 
 @played_here
 @pytest.mark.parametrize("mechanism", DELTA)
-@pytest.mark.parametrize("K, V, reads", [(64, 128, False), (128, 64, True)])
+@pytest.mark.parametrize("K, V, reads", thin([(64, 128, False), (128, 64, True)], (128, 64, True)))
 def test_hopper_kernels_find_maps(mechanism, K, V, reads):
     """The walks of the forward pass, played from their source."""
     check_maps_on_hopper(mechanism, 1, 70, K, V, reads)
@@ -551,8 +551,11 @@ def check_sums_on_hopper(B, T, K, V, kind=MILD, dtype=BF16):
             compare({"S": decay[..., None] * x["S"] + X}, judged)
 
 
+WALKS = [(64, 128, MILD), (128, 64, "many resets"), (72, 40, "mild and strong chunks")]
+
+
 @played_here
-@pytest.mark.parametrize("K, V, kind", [(64, 128, MILD), (128, 64, "many resets"), (72, 40, "mild and strong chunks")])
+@pytest.mark.parametrize("K, V, kind", thin(WALKS, *WALKS[:2]))
 def test_hopper_walk_adds_up(K, V, kind):
     """GLA's map, both ways, by the walk that adds up segments of one GPU's call."""
     check_sums_on_hopper(1, 200, K, V, kind)

@@ -277,8 +277,8 @@ def test_import_needs_neither_triton_nor_a_gpu_nor_a_call_the_compiler_of_pytorc
     Where it does not fail, forward and backward of a kernel do not import torch.compile: it would add seconds.
     """
     code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import gla_ref, pickle; print(gla_ref.FORMS)\n"
+        "import gla_ref.check, pickle, sys; assert 'triton' not in sys.modules\n"
+        "sys.modules['triton'] = None; print(gla_ref.FORMS)\n"
         "assert all(callable(f) for forms in gla_ref.FORMS.values() for f in forms.values())\n"
         "form = pickle.loads(pickle.dumps(gla_ref.FORMS['delta_rule']['triton']))\n"
         "try: form(None, None, None, None)\n"

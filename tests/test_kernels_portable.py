@@ -142,7 +142,7 @@ RUNGS += [(m, False, kind) for m in GATED for kind in LADDER]
     "mechanism, two_sided, kind",
     thin(
         RUNGS,
-        *(x for x in RUNGS if x[2] == "many resets" or x[2] == MILD and x[0] not in GATED),
+        ("gla", True, "many resets"),  # of the others: packed sequences
         ("simple_gla", False, "-inf"),
         ("kda", False, "one strong channel"),
     ),
@@ -173,7 +173,7 @@ def test_the_key_ladder(mechanism, correlation, strength, dtype):
     "mechanism, path, correlation, strength",
     thin(
         [(m, p, *x) for m, p in WAYS if m in EVERY for x in ((0.0, None), (0.99, 1.0), (1.0, 2.0), (0.9, 0.0))],
-        *((m, "segmented", 0.99, 1.0) for m in GATED),
+        ("gated_delta_rule", "segmented", 0.99, 1.0),
     ),
 )
 def test_chunks_of_64(mechanism, path, correlation, strength):
@@ -247,7 +247,7 @@ def test_split_and_carry(mechanism, path):
 
 
 @anywhere
-@pytest.mark.parametrize("mechanism, path", thin(WAYS, ("simple_gla", "fused"), ("gla", "fused")))
+@pytest.mark.parametrize("mechanism, path", thin(WAYS, ("gla", "fused")))
 def test_strides_poison_and_equal_runs(mechanism, path, poisoned):
     K, V = (20, 36) if CUDA else (5, 7)  # the interpreter is slow
     x, judged = problem(mechanism, 2, 19, 1 if mechanism in EVERY else 2, K, V, kind=mixed(mechanism), path=path)

@@ -11,6 +11,7 @@ from gla_ref import FORMS, kernels
 from gla_ref.__main__ import main, shell
 from gla_ref._commands import doctor
 from gla_ref.check import museum
+from gla_ref.check._examine import Examiner
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
@@ -124,6 +125,7 @@ def test_the_doctor_without_triton(monkeypatch, capsys):
 def test_the_doctor_tells_wrong_from_right(monkeypatch):
     """References in the place of kernels: one as it is, and one whose gates count twice."""
     right = FORMS["gla"]["chunkwise"]
+    monkeypatch.setattr(Examiner, "explain", lambda *_: [])
     monkeypatch.setitem(FORMS["gla"], "triton", right)
     sentence, good = doctor.judged("gla", "cpu", torch.float32)
     assert good and sentence.startswith("right, largest error 0.")

@@ -38,7 +38,7 @@ def entry(monkeypatch):
     monkeypatch.setitem(MECHANISMS, NAME, Kind(DECLARED, recurrent, (emulated,)))
 
 
-@pytest.mark.parametrize("only", thin(["v*", "s*", "g*[!g]"], "v*"))
+@pytest.mark.parametrize("only", thin(["value heads", "v*", "s*", "g*[!g]"], "value heads"))
 def test_a_right_kernel_passes(only):
     report = check.kernel(NAME, gated_delta_rule.chunkwise, only=only)
     report.raise_if_failed()
@@ -49,8 +49,8 @@ def test_a_right_kernel_passes(only):
 @pytest.mark.parametrize(
     "wrong, case, quantity",
     [
-        ("erases_before_the_decay", "gate -1", "o"),
-        ("empty_sequence_loses_its_state", "packed", "S"),
+        pytest.param("erases_before_the_decay", "gate -1", "o", marks=pytest.mark.deep),
+        pytest.param("empty_sequence_loses_its_state", "packed", "S", marks=pytest.mark.deep),
         ("dk_of_the_last_value_head_only", "value heads", "dk"),
     ],
 )

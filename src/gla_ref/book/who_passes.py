@@ -93,11 +93,11 @@ def _budgets(failure: dict) -> float:
 
 def rows() -> list[Row]:
     """Return the rows in the order of FUNCTIONS: at least one for each, and for its forward pass if it has no other."""
-    listed = []
+    listed, loaded = [], [results.load(gpu, kind="checks") for gpu in ("nvidia", "cpu")]
     for name in FUNCTIONS:
         here = [
             Row(name, _named(r), data, r)
-            for data in (results.load(gpu, kind="checks") for gpu in ("nvidia", "cpu"))
+            for data in loaded
             for r in (data["checks"] if data else ())
             if r["subject"].split()[0] == name and claimed(name, r["dtype"])
         ]
