@@ -9,7 +9,7 @@ import torch
 from experiment_runs import tiny
 
 from gla_ref import results
-from gla_ref.experiments import EXPERIMENTS, ablations, language, mqar
+from gla_ref.experiments import EXPERIMENTS, decoding, language, mqar
 from gla_ref.experiments._driver import carry_out_all, is_done
 from gla_ref.experiments.runs import Training
 from gla_ref.models import LanguageModel
@@ -29,12 +29,19 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
         assert record["about"] == run.about and "seed" in record["about"]
         assert record["run"]["settings"] == run.fingerprint()["settings"]
         assert record["environment"]["torch"] == torch.__version__ and record["environment"]["date"]
+        if run.training is None:
+            assert record["ms"] > 0
+            continue
         assert record["seconds"] > 0 and record["parameters"] > 0
         assert record["learning rate"] > 0 and not record["diverged"]
         steps, losses = zip(*record["curve"], strict=True)
         assert steps == tuple(range(1, run.training.steps + 1)) and all(math.isfinite(x) for x in losses)
+        assert [step for step, norm in record["norms"] if norm > 0] == [*steps]
         assert record["evaluations"][-1]["step"] == run.training.steps
         assert len(record["evaluations"]) == run.training.evaluations
+        layers = record["evaluations"][-1].get("gates", [])
+        assert len(layers) == (run.model.num_hidden_layers if run.model.mixer == "gla" else 0)
+        assert all(0 <= layer["strong chunks"] <= 1 and layer["chunks"] > 0 for layer in layers)
     assert not list(place.folder.rglob("*.pt"))  # no checkpoint outlives its record
     before = file.read_text()
     again = carry_out_all(runs, place, file, progress=lambda name: pytest.fail(f"{name} was done"))
@@ -50,15 +57,16 @@ def test_the_command(place, tmp_path, capfd):
     from gla_ref.experiments.__main__ import main
 
     where = ["--records", str(tmp_path / "r.json"), "--folder", str(place.folder), "--texts", str(place.texts)]
-    call = ["ablations", "--preset", "tiny", "--seeds", "1", "--set", "rate_steps=2", "--only", "rate/base/*", *where]
+    call = ["language", "--preset", "tiny", "--seeds", "1", *where, "--only", "rate/gla/*", "none"]
     assert main(call) == 0
     said = capfd.readouterr()
     assert "1 runs, 0 done before" in said.out
     assert "step" not in said.err.replace("steps", ""), "a progress bar without a terminal"
     assert main(call) == 0 and "1 runs, 1 done before" in capfd.readouterr().out
-    other = [*call, "--set", "rate_steps=3"]
+    other = [*call, "--set", "steps=3"]
     assert main([*other, "--minutes", "1e-9"]) == 3 and main(other) == 0
-    assert main([*call, "--set", "corpus=texts"]) == 1 and "texts: expected texts.pt" in capfd.readouterr().err
+    elsewhere = ["language", "--preset", "tiny", "--texts", str(tmp_path), *where[:4], "--only", "rate/softmax/*"]
+    assert main(elsewhere) == 1 and "texts: expected texts.pt" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -67,9 +75,8 @@ def test_the_command(place, tmp_path, capfd):
         (["mqar", "--set", "stepz=3"], "stepz: expected one of"),
         (["mqar", "--set", "steps=0"], "steps: expected a positive integer, got 0"),
         (["mqar", "--set", "mixers=('gla', 'rwkv')"], "mixers: expected some of"),
-        (["mqar", "--only", "nothing"], "--only: expected a pattern"),
+        (["mqar", "--only", "nothing"], "--only: expected patterns"),
         (["mqar", "--device", "cuda"], "--device: expected a GPU"),
-        (["language", "--set", "corpus=../x"], "corpus: expected one of texts, speeches, got '../x'"),
         (["mqar", "--records", "/dev/null/r.json"], "results: expected a place to write /dev/null/r.json"),
         (["mqar", "--records", __file__], "results: expected JSON"),
         (["mqar", "--save-every", "0"], "expected a positive number, got 0"),
@@ -96,13 +103,11 @@ WRONG = [
     (mqar, "widths", 16, TypeError),
     (mqar, "steps", 2.0, TypeError),
     (mqar, "mixers", ("rwkv",), ValueError),
-    (mqar, "bare_widths", (), ValueError),
     (language, "sizes", ("7B",), ValueError),
     (language, "rates", (), ValueError),
-    (language, "conv", 1, TypeError),
     (language, "tokens", 8, ValueError),
-    (ablations, "changes", ("rank 3",), ValueError),
-    (ablations, "size", "7B", ValueError),
+    (language, "changes", ("rank-3",), ValueError),
+    (decoding, "size", "7B", ValueError),
 ]
 
 
@@ -144,8 +149,7 @@ def test_every_field_of_settings_is_described():
 
 
 def test_language_models_have_the_sizes_that_they_are_called():
-    runs = {run.about["size"]: run for run in language.runs(language.Settings.full(), 1) if run.about["mixer"] == "gla"}
-    for size, run in runs.items():
+    for size in language.Settings.full().sizes:
         with torch.device("meta"):
-            count = sum(p.numel() for p in LanguageModel(run.model).parameters())
-        assert count == pytest.approx(1e6 * int(size[:-1]), rel=0.05)
+            model = LanguageModel(language.model_of(size, "gla", 8192))
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * int(size[:-1]), rel=0.05)

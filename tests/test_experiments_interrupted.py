@@ -14,7 +14,7 @@ from experiment_runs import fixed, tiny
 from filelock import FileLock, Timeout
 
 from gla_ref import results
-from gla_ref.experiments import EXPERIMENTS, _driver, ablations, mqar, texts
+from gla_ref.experiments import EXPERIMENTS, _driver, language, mqar, texts
 from gla_ref.experiments._driver import carry_out_all, do, is_done
 
 
@@ -27,7 +27,7 @@ class Killed(BaseException):
     """As a signal would end the program, wherever it is."""
 
 
-@pytest.mark.parametrize("name, pattern", [("mqar", "main/gla/16/"), ("language", "main/tiny/gla-conv")])
+@pytest.mark.parametrize("name, pattern", [("mqar", "main/gla/"), ("language", "main/tiny/gla")])
 def test_interrupted_and_resumed_is_as_if_never(name, pattern, place, tmp_path):
     run = fixed(next(run for run in tiny(name) if run.name.startswith(pattern)))
     whole = EXPERIMENTS[name].carry_out(run, replace(place, folder=tmp_path / "whole"))
@@ -53,7 +53,7 @@ def test_interrupted_and_resumed_is_as_if_never(name, pattern, place, tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", "a pickle", {"step": 1}])
 def test_a_checkpoint_that_cannot_be_read_is_named(content, place):
-    run = tiny("ablations")[0]
+    run = tiny("language")[0]
     file = run.file(place.folder, ".pt")
     file.parent.mkdir(parents=True)
     if content == "a pickle":
@@ -62,41 +62,30 @@ def test_a_checkpoint_that_cannot_be_read_is_named(content, place):
         file.write_bytes(content)
     else:
         torch.save(content, file)
-    with pytest.raises(
-        ValueError, match=r"^folder: expected a checkpoint .*rate-base-0.01.pt, got .*; remove it"
-    ) as found:
-        ablations.carry_out(run, place)
-    assert "weights_only" not in str(found.value)
-    assert found.value.__suppress_context__ or not found.value.__context__  # a traceback without PyTorch's advice
+    with pytest.raises(ValueError, match=r"^folder: expected .*rate-gla-0.01.pt, got .*; remove it") as refusal:
+        language.carry_out(run, place)
+    assert "weights_only" not in str(refusal.value)
+    assert refusal.value.__suppress_context__ or not refusal.value.__context__  # a traceback without PyTorch's advice
 
 
 def test_a_corpus_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "texts.pt").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"^texts: expected a corpus in \S+texts.pt, got"):
-        texts.load(tmp_path, "texts")
-    with pytest.raises(ValueError, match="^corpus: expected one of texts, speeches, got '../x'"):
-        texts.load(tmp_path, "../x")
-
-
-def when_saved(folder: Path, act) -> threading.Thread:
-    """Do something as soon as a folder has a checkpoint."""
-
-    def wait():
-        while not list(folder.rglob("*.pt")):
-            time.sleep(0.005)
-        act()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
+        texts.load(tmp_path)
 
 
 def test_an_interrupt_leaves_checkpoints_and_a_summary(place, tmp_path, capfd):
-    runs, file = tiny("ablations", rate_steps=400), tmp_path / "r.json"
+    def interrupt():
+        while not list(place.folder.rglob("*.pt")):
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    runs, file = tiny("language", steps=400), tmp_path / "r.json"
     before = signal.getsignal(signal.SIGINT)  # in a shell's background it is to ignore
-    interrupt = when_saved(place.folder, lambda: os.kill(os.getpid(), signal.SIGINT))
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
     outcome = carry_out_all(runs, replace(place, save_every=0.2), file)
-    interrupt.join()
+    thread.join()
     assert "interrupted: runs stop with a checkpoint" in capfd.readouterr().err
     assert len(outcome.left) >= 3 and not outcome.failed and len(outcome.left) + len(outcome.done) == len(runs)
     saved = torch.load(next(place.folder.rglob("*.pt")), weights_only=True)
@@ -106,7 +95,7 @@ def test_an_interrupt_leaves_checkpoints_and_a_summary(place, tmp_path, capfd):
 
 def test_two_programs_share_runs(place, tmp_path):
     """A run that another program carries out is waited for; one that it has finished since is not done again."""
-    runs, file = tiny("ablations")[:2], tmp_path / "r.json"
+    runs, file = tiny("language")[:2], tmp_path / "r.json"
     lock = FileLock(runs[0].file(place.folder, ".lock"), thread_local=False)
     Path(lock.lock_file).parent.mkdir(parents=True)
     with lock:
@@ -115,7 +104,7 @@ def test_two_programs_share_runs(place, tmp_path):
     lock.acquire()
     threading.Timer(0.5, lock.release).start()
     assert carry_out_all(runs, place, file).done == [runs[1].name, runs[0].name]
-    assert do(runs[0], place, file) == results.read(file, "ablations")[1]
+    assert do(runs[0], place, file) == results.read(file, "language")[1]
 
 
 @pytest.mark.deep  # a process of its own
@@ -123,28 +112,28 @@ def test_a_program_side_by_side_does_what_this_one_leaves(place, tmp_path, monke
     from gla_ref.experiments.__main__ import main
 
     def only_look(run, place, file):
-        return next((r for r in results.read(file, "ablations") if is_done(run, (r,))), Timeout("elsewhere"))
+        return next((r for r in results.read(file, "language") if is_done(run, (r,))), Timeout("elsewhere"))
 
     monkeypatch.setattr(_driver, "do", only_look)
     where = ["--records", str(tmp_path / "r.json"), "--folder", str(place.folder), "--texts", str(place.texts)]
-    assert main(["ablations", "--preset", "tiny", "--seeds", "1", "--jobs", "2", "--minutes", "2", *where]) == 0
-    assert len(results.read(tmp_path / "r.json", "ablations")) == 4
+    assert main(["language", "--preset", "tiny", "--seeds", "1", "--jobs", "2", "--minutes", "2", *where]) == 0
+    assert len(results.read(tmp_path / "r.json", "language")) == 7
 
 
 def test_one_failure_does_not_cost_the_rest(place, tmp_path, monkeypatch):
-    runs = tiny("ablations", steps=1, rate_steps=1)
-    carry = ablations.carry_out
+    runs = tiny("language", steps=1, changes=None)
+    carry = language.carry_out
 
     def fail(run, place):
-        if run.about["change"] == "base":
+        if run.about["mixer"] == "gla":
             raise RuntimeError("no memory")
         return carry(run, place)
 
-    monkeypatch.setattr(ablations, "carry_out", fail)
+    monkeypatch.setattr(language, "carry_out", fail)
     outcome = carry_out_all(runs, place, tmp_path / "r.json")
-    assert outcome.done == ["rate/tau-1/0.01", "main/tau-1/seed0"]
+    assert outcome.done == ["rate/softmax/0.01", "main/tiny/softmax/seed0"]
     assert {name: str(x) for name, x in outcome.failed.items()} == {
-        "rate/base/0.01": "no memory", "main/base/seed0": "no memory"
+        "rate/gla/0.01": "no memory", "main/tiny/gla/seed0": "no memory"
     }  # fmt: skip
 
 

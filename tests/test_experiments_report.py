@@ -70,6 +70,17 @@ def test_a_table_has_intervals_baselines_and_states():
     assert linear.startswith("linear/128") and linear.endswith("at chance")
 
 
+def test_a_failure_of_softmax_attention_at_recall_is_noted():
+    for score, noted in ((0.995, False), (0.9, True)):
+        line = _report.table([record("softmax/128", score, 0, about={"stage": "main", "mixer": "softmax"})])
+        assert ("softmax attention should solve it" in line) == noted
+
+
+def test_prices_have_a_table_of_their_own():
+    price = {"name": "main/gla/2048", "ms": 1.5, "gpu ms": None, "copies": None, "state": 4096}
+    assert _report.table([price]).split()[-3:] == ["main/gla/2048", "1.5", "4096"]
+
+
 def test_holm_asks_more_of_the_smallest():
     ps = {"a": 0.04, "b": 0.012, "c": 0.02}
     assert holm(ps) == ["b", "c", "a"], "0.012 x 3, 0.02 x 2 and 0.04 x 1 are below 5%"
@@ -99,8 +110,9 @@ def test_the_command_prints_a_table(tmp_path, capsys):
     from gla_ref.experiments.__main__ import main
 
     file = tmp_path / "r.json"
-    results.write(file, {"gpu": None}, "mqar", [record("gla/128", 0.5, seed) for seed in range(3)])
-    assert main(["report", str(file)]) == 0 and "gla/128   0.5000 ± 0.0000" in capsys.readouterr().out
+    for name in ("mqar", "ablations"):  # there are records of earlier experiments, whose programs are gone
+        results.write(file, {"gpu": None}, name, [record("gla/128", 0.5, seed) for seed in range(3)])
+        assert main(["report", str(file)]) == 0 and "gla/128   0.5000 ± 0.0000" in capsys.readouterr().out
     for content in ({"environment": {}, "checks": []}, []):
         file.write_text(json.dumps(content))
         with pytest.raises(SystemExit, match="2"):

@@ -22,14 +22,18 @@ from gla_ref.rounding import error
 CUDA = torch.cuda.is_available()
 # fla 0.6.0's configurations, names, shapes and logits, by benchmarks/fla_models.py of commit 8eed72c
 FACTS = json.loads((Path(__file__).parent / "fla_gla.json").read_text())
-KINDS = [(mixer, conv) for mixer in MIXERS for conv in (False, True)]
+HYBRIDS = {"hybrid": ("gla", "softmax"), "kda hybrid": ("softmax", "kda")}  # a mixer for each layer, by a name
+WAYS = [*MIXERS, *HYBRIDS]
+KINDS = [(mixer, conv) for mixer in WAYS for conv in (False, True)]
 every = pytest.mark.parametrize("mixer", MIXERS)
-kinds = pytest.mark.parametrize("mixer, conv", thin(KINDS, *[(m, m in ("gla", "softmax")) for m in MIXERS]))
+ways = pytest.mark.parametrize("mixer", WAYS)
+quick = ("gla", "softmax", *HYBRIDS)
+kinds = pytest.mark.parametrize("mixer, conv", thin(KINDS, *[(m, m in quick) for m in WAYS]))
 
 
 def make(mixer="gla", *, dtype=torch.float64, **fields) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(Config(**SMALL_MODEL | {"mixer": mixer} | fields)).to(dtype)
+    return LanguageModel(Config(**SMALL_MODEL | {"mixer": HYBRIDS.get(mixer, mixer)} | fields)).to(dtype)
 
 
 def some(*shape: int) -> torch.Tensor:
@@ -128,13 +132,13 @@ def gradients(model, tokens):
     return torch.autograd.grad(model.loss(tokens)[0], list(model.parameters()))
 
 
-@every
+@ways
 def test_gradients_flow_to_every_parameter(mixer):
-    assert all(g.abs().sum() > 0 for g in gradients(make(mixer, use_short_conv=True), some(2, 12)))
+    assert all(g.abs().sum() > 0 for g in gradients(make(mixer, use_short_conv=True, qk_norm=True), some(2, 12)))
 
 
 @pytest.mark.deep  # the first checkpoint of a process imports PyTorch's compiler: seconds
-@every
+@ways
 def test_gradient_checkpointing(mixer):
     model, tokens = make(mixer, use_short_conv=True), some(2, 12)
     plain, calls = gradients(model, tokens), []
@@ -145,10 +149,10 @@ def test_gradient_checkpointing(mixer):
     assert len(calls) == 2, "made again for the backward pass"
 
 
-@pytest.mark.parametrize("mixer", thin(MIXERS, "gla", "kda", "softmax"))
+@pytest.mark.parametrize("mixer", thin(WAYS, "gla", "kda", "softmax", "hybrid"))
 def test_autocast(mixer):
     """Products in bfloat16, states in float32; the loss stays near."""
-    model, tokens = make(mixer, dtype=torch.float32), some(2, 12)
+    model, tokens = make(mixer, dtype=torch.float32, qk_norm=True), some(2, 12)
     exact = model.loss(tokens)[0]
     with torch.autocast("cpu", torch.bfloat16):
         rough, state = model.loss(tokens)
@@ -156,8 +160,9 @@ def test_autocast(mixer):
     assert 0 < abs(rough - exact) < 0.05 * exact
     rough.backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
-    kept = torch.bfloat16 if mixer == "softmax" else torch.float32  # a cache has the dtype of its keys
-    assert {x.dtype for x in tensors(state[0])} == {kept}
+    for layer, own in zip(state, model.config.layers(), strict=True):  # a cache has the dtype of its keys
+        kept = torch.bfloat16 if own.mixer == "softmax" else torch.float32
+        assert {x.dtype for x in tensors(layer)} == {kept}
 
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
@@ -203,7 +208,7 @@ def test_loss_in_pieces(monkeypatch):
     close(*torch.autograd.grad(pieces, [model.lm_head.weight]), wanted)
 
 
-@every
+@ways
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_state_of_the_wrong_number_of_sequences_is_named(mixer, packed):
     model = make(mixer, use_short_conv=True)
@@ -252,7 +257,7 @@ def test_targets_do_not_cross_documents():
     assert tokens.tolist() == [list(range(6))]
 
 
-@pytest.mark.parametrize("mixer", ["gla", "softmax"])
+@pytest.mark.parametrize("mixer", ["gla", "softmax", "hybrid"])
 def test_truncated_backpropagation_passes_the_state_and_cuts_the_gradient(mixer):
     model, tokens = make(mixer, use_short_conv=True), some(1, 16)
     _, state = model.loss(tokens[:, :8])
@@ -328,12 +333,13 @@ def test_output_range_sets_the_start_of_the_mixers_outputs_alone(mixer):
     assert sum(name.endswith("attn.o_proj.weight") for name in usual) == 2
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@ways
 @pytest.mark.parametrize(
-    "fields", [{}, {"use_short_conv": True, "conv_range": None, "output_range": 1e-3, "lower_bound": -5}]
+    "fields",
+    [{}, {"use_short_conv": True, "conv_range": None, "output_range": 1e-3, "lower_bound": -5, "qk_norm": True}],
 )
 def test_a_model_made_on_meta_starts_as_one_made_on_the_cpu(mixer, fields):
-    config = Config(**SMALL_MODEL | {"mixer": mixer} | fields)
+    config = Config(**SMALL_MODEL | {"mixer": HYBRIDS.get(mixer, mixer)} | fields)
     torch.manual_seed(7)
     made = LanguageModel(config)
     with torch.device("meta"):
@@ -380,6 +386,17 @@ def test_positions_turn_and_keep_their_length():
 
     close(score(7, 3), score(104, 100))
     assert (score(7, 3) - score(7, 4)).abs() > 1e-3
+
+
+@torch.no_grad()
+def test_normalised_queries_and_keys_bound_the_scores():
+    """Weights of any size make the same scores; without the norms larger ones make other logits."""
+    for qk_norm in (True, False):
+        model = make("softmax", qk_norm=qk_norm, norm_eps=1e-24)
+        before = model(some(1, 9))[0]
+        for block in model.model.layers:
+            block.attn.q_proj.weight.mul_(1e3)
+        assert ((model(some(1, 9))[0] - before).abs().max() < 1e-9) == qk_norm
 
 
 def test_layer_norm_is_the_papers():
@@ -455,6 +472,13 @@ def test_configurations_there_and_back(case):
     assert other.to_dict()["model_type"] == "gla_ref" and Config.from_dict(other.to_dict()) == other
     loud = dataclasses.replace(config, conv_range=None)  # None is a choice here, and no lack of one
     assert Config.from_dict(loud.to_dict()) == loud != config
+    attn = {"layers": [1], "num_heads": config.num_heads}
+    hybrid = Config.from_dict(facts | {"attn": attn})  # fla's name for softmax attention in some of the layers
+    mixers = tuple("softmax" if i == 1 else "gla" for i in range(config.num_hidden_layers))
+    assert hybrid == dataclasses.replace(config, mixer=mixers)
+    theirs = json.loads(json.dumps(hybrid.to_dict()))
+    assert theirs["model_type"] == "gla" and theirs["attn"].items() >= attn.items()
+    assert Config.from_dict(theirs) == hybrid
 
 
 def test_a_missing_safetensors_says_which_extra(monkeypatch):
@@ -464,7 +488,7 @@ def test_a_missing_safetensors_says_which_extra(monkeypatch):
         importlib.import_module("gla_ref.models.checkpoints")
 
 
-@pytest.mark.parametrize("mixer", thin(MIXERS, "gla"))
+@pytest.mark.parametrize("mixer", thin(WAYS, "gla", "hybrid", "kda hybrid"))
 def test_files_there_and_back(mixer, tmp_path):
     model = make(mixer, use_short_conv=True, dtype=torch.float32)
     checkpoints.save(model, tmp_path)
@@ -571,7 +595,11 @@ WRONG = [
     ("norm_eps", -1e-6, ValueError),
     ("use_short_conv", 1, TypeError),
     ("mixer", "rwkv", ValueError),
-    ("head_norm", None, ValueError),
+    ("mixer", ("gla", "rwkv"), ValueError),
+    ("mixer", ("gla", "gla", "softmax"), ValueError),
+    ("mixer", ["gla", "softmax"], ValueError),
+    ("qk_norm", 1, TypeError),
+    ("head_norm", None, TypeError),
     ("expand_k", 0.3, ValueError),
     ("expand_k", 0.30001, ValueError),
     ("expand_v", float("inf"), ValueError),
@@ -596,13 +624,15 @@ def test_widths_that_floats_miss(expand, heads, width):
 
 def test_attention_needs_heads_of_an_even_size():
     with pytest.raises(ValueError, match="^num_heads: expected heads of an even size"):
-        Config(**SMALL_MODEL | {"hidden_size": 18, "mixer": "softmax"})
+        Config(**SMALL_MODEL | {"hidden_size": 18, "mixer": ("softmax", "gla")})
 
 
 @pytest.mark.parametrize(
     "field, value",
     [("num_kv_heads", 1), ("tie_word_embeddings", True), ("hidden_act", "powlu"), ("rope_theta", 1e4)]
-    + [("model_type", "mamba2"), ("attn", {"layers": [0], "num_heads": 2})],
+    + [("model_type", "mamba2")]
+    + [("attn", x) for x in ("full", {}, {"layers": 1}, {"layers": [0], "num_heads": 3})]
+    + [("attn", {"layers": [0], "window_size": 8})],
 )
 def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
     with pytest.raises(ValueError, match=f"^{field}: expected"):
@@ -665,6 +695,16 @@ def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
             )
         ),
         (
+            lambda m: make("hybrid")(some(1, 4), state=make("gla")(some(1, 4))[1]),
+            r"state\[1\].S: expected a Cache, as mixer 'softmax' returns, got Tensor",
+        ),
+        (
+            lambda m: make("hybrid", use_short_conv=True)(
+                some(1, 4), state=make("gla", use_short_conv=True)(some(1, 4))[1]
+            ),
+            r"state\[1\]: expected that of a model with no short convolutions",
+        ),
+        (
             lambda m: make("softmax")(some(1, 4), state=make("softmax", num_heads=4)(some(1, 4))[1]),
             r"state\[0\].S.k: expected shape \[N, T, 2, 8\], got \[1, 4, 4, 4\]",
         ),
@@ -703,10 +743,10 @@ def test_every_temperature_draws_tokens(temperature):
     assert temperature > 1 or torch.equal(drawn, model.generate(some(1, 4), 5)[0])
 
 
-@pytest.mark.parametrize("mixer", ["softmax", "linear"])
+@pytest.mark.parametrize("mixer", ["softmax", "linear", "hybrid"])
 def test_values_are_not_looked_at_where_there_are_none(mixer):
     """Meta and fake tensors, vmap and make_fx; a token outside the vocabulary is found on the CPU beside them."""
-    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=1), some(2, 5)
+    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=2), some(2, 5)
     exact = [model.loss(tokens[i : i + 1])[0] for i in range(2)]
     mapped = torch.func.vmap(lambda t: model.loss(t[None])[0])(tokens)
     close(mapped, torch.stack(exact), 1e-5)
@@ -736,12 +776,13 @@ def test_kernels_on_a_gpu_and_references_elsewhere(mechanism):
 
 
 @pytest.mark.deep
-@every
+@ways
 @pytest.mark.skipif(CUDA, reason="in Triton's interpreter; on a GPU test_on_a_gpu holds the same")
 def test_kernels_in_the_interpreter(mixer, monkeypatch):
     """The kernels' way through the model: same loss, gradients and text; compiled without a break."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=1), some(1, 20)
+    layers = len(HYBRIDS.get(mixer, [mixer]))
+    model, tokens = make(mixer, dtype=torch.float32, num_hidden_layers=layers), some(1, 20)
 
     def results():
         model.zero_grad()
@@ -756,7 +797,7 @@ def test_kernels_in_the_interpreter(mixer, monkeypatch):
     for x, y in zip(results(), plain, strict=True):
         close(x, y, 1e-4 * max(1, y.abs().max()))
     assert torch.equal(model.generate(prompts, 3, chunk=4)[0], text)
-    if mixer in ("gla", "softmax"):
+    if mixer in ("gla", "softmax", "hybrid"):
         torch.compiler.reset()
         close(torch.compile(model.loss, fullgraph=True, backend="aot_eager")(tokens)[0], plain[0], 1e-5)
 
@@ -787,7 +828,7 @@ def test_a_compiled_convolution_is_the_same(T, N, ends, monkeypatch):
 
 
 @pytest.mark.gpu
-@every
+@ways
 def test_on_a_gpu(mixer, monkeypatch):
     """Float32 with exact products: loss, gradients, packed documents, generated tokens, compiled without a break."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of convolutions
@@ -804,8 +845,8 @@ def test_on_a_gpu(mixer, monkeypatch):
 
     wanted = results(model, model.loss, "cpu")
     ways = [there.loss]
-    mechanism = getattr(MIXERS[mixer], "mechanism", "softmax_attention")
-    if "triton" in FORMS[mechanism]:
+    own = [getattr(MIXERS[layer.mixer], "mechanism", "softmax_attention") for layer in model.config.layers()]
+    if all("triton" in FORMS[mechanism] for mechanism in own):
         ways.append(torch.compile(there.loss, fullgraph=True))  # a reference looks at its gates' values
     for way in ways:
         for x, y in zip(results(there, way, "cuda"), wanted, strict=True):

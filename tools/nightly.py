@@ -121,7 +121,7 @@ PROGRAMS = {
     "stress": "tools/stress_gpu.py",
     "launches": "tools/compile_kernels.py",
     "museum": "python -m gla_ref check --museum",
-    **dict.fromkeys(("mqar", "language", "ablations"), "python -m gla_ref.experiments"),
+    **dict.fromkeys(("mqar", "language", "decoding"), "python -m gla_ref.experiments"),
     "tests": "make test-gpu",
 }
 

@@ -11,16 +11,15 @@ host it goes on with the runs that the file of records lacks: take the file alon
 Trials choose a learning rate for every group of runs, on validation data; they are no results. `mqar --preset live` is
 learned in some ten seconds a run on a CPU.
 
-With full settings MQAR has run at width 128, `language` and `ablations` whole. The tests run
-tiny settings on a CPU.
+The tests run tiny settings on a CPU.
 """
 
-from . import ablations, language, mqar
+from . import decoding, language, mqar
 from ._report import Interval, holm, interval, results_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
 #: :meta hide-value:
-EXPERIMENTS = {"mqar": mqar, "language": language, "ablations": ablations}
+EXPERIMENTS = {"mqar": mqar, "language": language, "decoding": decoding}
 
 __all__ = ["EXPERIMENTS", "Interval", "holm", "interval", "results_of", "table", "welch"]

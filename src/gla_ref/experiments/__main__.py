@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import fnmatch
 import json
 import os
@@ -21,12 +20,12 @@ from pathlib import Path
 import torch
 
 from .. import results
-from . import EXPERIMENTS, _report, mqar, texts
+from . import EXPERIMENTS, _report, texts
 from ._driver import carry_out_all, is_done
-from ._rates import choice_of
-from .runs import Place, Run
+from .runs import Place
 
-PRESETS = ("full", "overwrite", "live", "tiny")  # of an experiment's settings
+PRESETS = ("full", "live", "tiny")  # of an experiment's settings
+EARLIER = ("ablations", "length")  # experiments that have records, while their programs are in the history
 
 
 def settings_of(module, args: argparse.Namespace):
@@ -47,22 +46,11 @@ def settings_of(module, args: argparse.Namespace):
     return replace(settings, **changes)
 
 
-def said(runs: list[Run], records: tuple[dict, ...]) -> list[str]:
-    """The chosen learning rates of some runs' groups, with edges, chance and values that do not look sane."""
-    groups, lines = {run.about["group"]: run for run in runs if "group" in run.about}, []
-    for group, run in groups.items():
-        with contextlib.suppress(ValueError):  # trials are missing
-            lines.append(f"learning rate of {group}: {choice_of(run, records)}")
-    mine = [r for r in records if any(is_done(run, (r,)) for run in runs)]
-    for r in mine:
-        if r.get("at chance"):
-            lines.append(f"{r['name']}: at chance, {'diverged' if r['diverged'] else 'as without any learning'}")
-    return lines + (mqar.sanity(mine) if runs[0].experiment == "mqar" else [])
-
-
-def side_by_side(args: argparse.Namespace) -> subprocess.Popen:
-    """The same program once more: the two share the file of records and divide the runs."""
+def side_by_side(args: argparse.Namespace, number: int) -> subprocess.Popen:
+    """The same program once more, on the next GPU: all share the file of records and divide the runs."""
     command = [sys.executable, "-m", "gla_ref.experiments", *args.argv, "--jobs", "1"]
+    if args.device == "cuda":
+        command += ["--device", f"cuda:{number % torch.cuda.device_count()}"]
     return subprocess.Popen(command, env=os.environ | {"TQDM_DISABLE": "1"}, stdout=subprocess.DEVNULL)
 
 
@@ -73,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     module = EXPERIMENTS[args.command]
     settings = settings_of(module, args)
     runs, jobs = module.runs(settings, args.seeds), args.jobs
-    runs = [each for each in runs if fnmatch.fnmatch(each.name, args.only)]
+    runs = [each for each in runs if any(fnmatch.fnmatch(each.name, pattern) for pattern in args.only)]
     if not runs:
-        raise ValueError(f"--only: expected a pattern of names of runs, got {args.only}")
+        raise ValueError(f"--only: expected patterns of names of runs, got {' '.join(args.only)}")
     gpu = torch.cuda.get_device_name(args.device) if torch.device(args.device).type == "cuda" else "cpu"
     file = args.records or results.file(f"{gpu} {args.command}")
     results.check_writable(file)
@@ -89,33 +77,33 @@ def run(args: argparse.Namespace) -> int:
     alone = jobs == 1
     if not alone and "cuda" in args.device:
         torch.set_num_threads(1)  # the CPU only draws questions, some 3 ms a step; many processes share its cores
-    others = [side_by_side(args) for _ in range(jobs - 1)]
-    steps = sum(each.training.steps for each in waiting)
-    total, unit = (steps, "step") if alone else (len(waiting), "run")
+    others = [side_by_side(args, number) for number in range(1, jobs)]
+    steps = sum(each.training.steps for each in waiting if each.training)
+    total, unit = (steps, "step") if alone and steps else (len(waiting), "run")
     with tqdm(total=total, unit=unit, dynamic_ncols=True, disable=None) as bar:  # None: without a terminal
         if alone:
             place = replace(place, progress=lambda done, total: bar.update(1))
-        outcome = carry_out_all(runs, place, file, lambda name: None if alone else bar.update(1))
+        outcome = carry_out_all(runs, place, file, lambda name: bar.update(1) if unit == "run" else None)
     for process in others:
         if outcome.left:
             process.terminate()  # it stops with a checkpoint
         process.wait()
     for name, reason in outcome.failed.items():
         print(f"{name} failed: {type(reason).__name__}: {reason}", file=sys.stderr)
-    for line in said(runs, results.read(file, args.command)):
-        print(line)
+    if file.exists():
+        print(_report.table(results.read(file, args.command)))
     for what, names in (("done", outcome.done), ("left", outcome.left), ("failed", outcome.failed)):
         print(f"{len(names)} {what}")
     return 1 if outcome.failed else 3 if outcome.left else 0
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Make the files of tokens."""
+    """Make the file of tokens."""
     documents = [*texts.linux_doc(args.linux_doc), *texts.gcide(args.gcide), *texts.sotu(args.sotu)]
-    for name, corpus in texts.prepare(documents, args.out, args.vocab_size).items():
-        held = int((corpus.held).sum())
-        size, raw = len(corpus.tokens), int(corpus.bytes.sum())
-        print(f"{name}: {len(corpus.ends)} documents, {held} held out, {raw} bytes, {size} tokens")
+    corpus = texts.encode_pairs(documents, args.vocab_size)
+    corpus.save(args.out / texts.FILE)
+    held, size, raw = int(corpus.held.sum()), len(corpus.tokens), int(corpus.bytes.sum())
+    print(f"{len(corpus.ends)} documents, {held} held out, {raw} bytes, {size} tokens")
     return 0
 
 
@@ -123,14 +111,12 @@ def report(args: argparse.Namespace) -> int:
     """A table of every experiment that a file has records of."""
     for file in args.records:
         content = json.loads(file.read_text())
-        names = [name for name in EXPERIMENTS if isinstance(content, dict) and name in content]
+        names = [name for name in (*EXPERIMENTS, *EARLIER) if isinstance(content, dict) and name in content]
         if not names:
             raise ValueError(f"records: expected records of experiments in {file}, found none")
         for name in names:
             records = results.read(file, name)
             print(f"{file}: {name}, means with intervals of 95 % over seeds", _report.table(records), sep="\n")
-            for line in mqar.sanity(records) if name == "mqar" else ():
-                print(line)
     return 0
 
 
@@ -165,17 +151,13 @@ def main(argv: list[str] | None = None) -> int:
             "--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call"
         )
         command.add_argument(
-            "--save-every",
-            type=positive(float),
-            default=60.0,
-            metavar="SECONDS",
-            help="checkpoints, default %(default)s",
+            "--save-every", type=positive(float), default=60, metavar="SECONDS", help="checkpoints, default %(default)s"
         )
         command.add_argument(
             "--compile", action="store_true", help="train through torch.compile: same results but for rounding"
         )
         command.add_argument(
-            "--only", metavar="PATTERN", default="*", help="only runs of such names: --only 'main/gla/*'"
+            "--only", metavar="PATTERN", nargs="+", default=["*"], help="only runs of such names: --only 'main/gla/*'"
         )
         command.add_argument(
             "--records", type=Path, help="JSON file of records; default benchmarks/results/GPU-NAME.json"

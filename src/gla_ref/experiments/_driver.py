@@ -133,7 +133,7 @@ def carry_out_all(
     outcome = Outcome()
     with interruptible() as interrupt:
         place = replace(place, interrupt=interrupt)
-        own_rate = [run for run in runs if run.training.learning_rate is not None]
+        own_rate = [run for run in runs if run.training is None or run.training.learning_rate is not None]
         stages = [own_rate, *[None] * MORE, [run for run in runs if run not in own_rate]]
         for stage in stages:
             stage = further_trials(runs, file) if stage is None else stage

@@ -38,18 +38,13 @@ class Choice:
     edge: str | None
     learned: bool
 
-    def __str__(self):
-        tried = ", ".join(f"{r:g}: {'diverged' if x is None else f'{x:.3f}'}" for r, x in self.losses.items())
-        if self.rate is None:
-            return f"every learning rate diverged ({tried})"
-        edge = f", the {self.edge} rate that was tried" if self.edge else ""
-        return f"{self.rate:g}{edge}{'' if self.learned else ', where nothing was learned'} ({tried})"
-
 
 def with_trials(
     experiment: str, settings, columns: dict[str, tuple[dict, Config]], seeds: int, evaluations: int = 1
 ) -> list[Run]:
-    """First the trials of every group, which are as its runs but for rate, steps, seed and data; then all runs.
+    """First the trials of every group, which are as its runs but for rate, seed and data; then all runs.
+
+    A trial is as long as a run: shorter ones chose half or a quarter of the best rates (chapter 19).
 
     Args:
         columns: by the name of the runs, without seeds: what tells them from others, "group" among it, and the model.
@@ -61,8 +56,8 @@ def with_trials(
         for seed in range(seeds):
             one = {"stage": "main", **about, "seed": seed}
             main.append(Run(experiment, f"main/{name}/seed{seed}", one, s, model, training, s.tokens))
-        trial = replace(main[-1], about={**one, "stage": "rate", "seed": SEED})
-        trial = replace(trial, training=replace(training, steps=s.rate_steps, evaluations=1))
+        tried = {**one, "stage": "rate", "seed": SEED}
+        trial = replace(main[-1], about=tried, training=replace(training, evaluations=1))
         first.setdefault(about["group"], [_trial(trial, rate) for rate in sorted(set(s.rates))])
     return [*chain(*first.values()), *main]
 
@@ -88,16 +83,13 @@ def choice_of(run: Run, records: tuple[dict, ...]) -> Choice:
         raise ValueError(
             f"records: expected trials of {group} with the learning rates {', '.join(missing)}, which come first"
         )
-    losses = {
-        rate: None if (r := trials[rate])["diverged"] else r["evaluations"][-1]["loss"] for rate in sorted(trials)
-    }
+    losses = {rate: None if r["diverged"] else r["evaluations"][-1]["loss"] for rate, r in sorted(trials.items())}
     best = min(losses, key=lambda rate: (math.inf if losses[rate] is None else losses[rate], rate))
     if losses[best] is None:
         return Choice(None, losses, None, False)
     tried = list(losses)
     edge = None if len(tried) == 1 else {tried[0]: "lowest", tried[-1]: "highest"}.get(best)
-    chance = trials[best]["baselines"]["loss"]
-    return Choice(best, losses, edge, losses[best] < LEARNED * chance)
+    return Choice(best, losses, edge, losses[best] < LEARNED * trials[best]["baselines"]["loss"])
 
 
 def further(trial: Run, records: tuple[dict, ...]) -> Run | None:
@@ -126,10 +118,9 @@ def trained(run: Run, task: Task, place: Place) -> dict | None:
     choice = choice_of(run, place.records)
     if choice.rate is None:
         raise ValueError(
-            f"rates: expected one at which {run.about['group']} learns, got none: {choice}; try lower ones"
+            f"rates: expected one at which {run.about['group']} learns, got none of {[*choice.losses]}; try lower ones"
         )
     rate = choice.rate * run.about.get("rate factor", 1.0)
     record = train(replace(run, training=replace(run.training, learning_rate=rate)), task, place)
     losses = {f"{r:g}": x for r, x in choice.losses.items()}
-    chosen = {"rate": choice.rate, "losses": losses, "edge": choice.edge, "learned": choice.learned}
-    return record and {**record, "choice": chosen}
+    return record and {**record, "choice": {**vars(choice), "losses": losses}}

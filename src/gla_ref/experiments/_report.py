@@ -120,7 +120,13 @@ def results_of(records: Sequence[dict]) -> dict[str, list[dict]]:
 
 
 def table(records: Sequence[dict], level: float = 0.95) -> str:
-    """A line for every result: its score with the interval over seeds, baselines, and the numbers of its state."""
+    """A line for every result: its score with the interval over seeds, baselines, and the numbers of its state.
+
+    Where records are prices of decoding, a line for each has its milliseconds and bytes.
+    """
+    if any("ms" in r for r in records):
+        rows = [[r["name"], *(r.get(x) for x in ("ms", "gpu ms", "copies", "state", "peak"))] for r in records]
+        return tabulate(rows, ["name", "ms", "gpu ms", "copies", "state", "peak"])
     rows = []
     for name, rs in results_of(records).items():
         kind, whole = score(rs[0])[0], interval([score(r)[1] for r in rs], level)
@@ -139,5 +145,7 @@ def _notes(records: Sequence[dict]) -> set[str]:
         choice = r.get("choice") or {}
         notes |= {"diverged"} if r["diverged"] else {"at chance"} if r["at chance"] else set()
         notes |= {f"{choice['edge']} rate tried"} if choice.get("edge") else set()
+        unsolved = r["about"].get("mixer") == "softmax" and score(r)[0] == "accuracy" and score(r)[1] < 0.99
+        notes |= {"softmax attention should solve it"} if unsolved else set()
         notes |= set() if choice.get("learned", True) else {"no trial learned"}
     return notes

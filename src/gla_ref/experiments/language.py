@@ -9,14 +9,17 @@ strong.
 
 All mixers start equally quiet (:func:`.runs.quiet_start`): with the start of MQAR their order was one of loudness. The
 learning rate is chosen for every mixer at the first size, in trials as long as the runs, on validation documents; at
-another size it is divided by the ratio of the widths. Trials of 150 steps chose rates that were too low for every mixer
-(chapter 19).
+another size it is divided by the ratio of the widths.
+
+The :data:`CHANGES` are models of the first size that differ from another in one thing. Those of GLA (the GLA paper's
+table 4) are trained at GLA's rate; those of softmax attention have trials of their own, and show how its seeds scatter.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +27,39 @@ from torch import Tensor
 from ..models import Config
 from . import texts
 from ._rates import trained, with_trials
-from .runs import Place, Run, check_fields, dice, quiet_start, start_of
+from .runs import Place, Run, check_settings, dice, mixer_of, quiet_start, start_of
 from .trained_gates import gates_of
 from .training import Task
 
-__all__ = ["SIZES", "Language", "Settings", "carry_out", "model_of", "runs"]
+__all__ = ["CHANGES", "SIZES", "Change", "Language", "Settings", "carry_out", "model_of", "runs"]
 
 #: width, layers and heads of the models by their names
 #:
 #: :meta hide-value:
 SIZES = {"tiny": (16, 1, 2), "10M": (256, 7, 4), "40M": (512, 9, 4)}
+
+
+class Change(NamedTuple):
+    """A model that differs from that of `base`, in a few fields of its Config; its rate is that of the base, or not."""
+
+    base: str
+    fields: dict
+    own_rate: bool = False
+
+
+#: changes by name; 5.3e-3 is GPT-2's scale of what 7 layers add to the stream, 0.02 / 14^0.5 (Radford et al. 2019)
+#:
+#: :meta hide-value:
+CHANGES = {
+    "no-gate": Change("gla", {"mixer": "linear"}),
+    "constant-decay": Change("gla", {"mixer": "retnet"}),
+    "scalar-gate": Change("gla", {"mixer": "scalar"}),
+    "rank-4": Change("gla", {"gate_rank": 4}),
+    "no-convolution": Change("gla", {"use_short_conv": False}),
+    "softmax-plain": Change("softmax", {"qk_norm": False}, own_rate=True),
+    "softmax-residual": Change("softmax", {"norm_eps": 1e-6, "output_range": 5.3e-3}, own_rate=True),
+    "softmax-conv": Change("softmax", {"use_short_conv": True}, own_rate=True),
+}
 TOGETHER = 4096  # tokens that are evaluated at a time, or those of a step if these are more
 
 
@@ -42,39 +68,33 @@ class Settings:
     """The mixers to compare, and their training.
 
     Attributes:
-        corpus: "texts" or "speeches" of :mod:`gla_ref.experiments.texts`.
-        vocab_size: tokens of that corpus.
-        mixers: keys of :data:`gla_ref.models.mixers.MIXERS`.
+        vocab_size: tokens of the corpus (:mod:`gla_ref.experiments.texts`).
+        mixers: keys of :data:`gla_ref.models.mixers.MIXERS` or :data:`gla_ref.experiments.runs.HYBRIDS`.
         sizes: keys of :data:`SIZES`; learning rates are chosen at the first.
-        conv: whether mixers other than softmax attention have short convolutions.
-        quiet: whether all mixers start equally quiet (:func:`.runs.quiet_start`); else as in MQAR, some of them loud.
+        changes: keys of :data:`CHANGES`; None: no changes.
         T: tokens of a sequence.
         tokens: of a step.
-        steps: of every run that is a result.
+        steps: of every run.
         rates: learning rates that are tried first.
-        rate_steps: of a trial of a learning rate.
         precision: "bf16" or "fp32" in training.
     """
 
-    corpus: str = "texts"
     vocab_size: int = 8192
-    mixers: tuple[str, ...] = ("softmax", "retnet", "mamba2", "gla")
+    mixers: tuple[str, ...] = ("softmax", "retnet", "mamba2", "gla", "gated_delta", "kda", "gla+softmax", "kda+softmax")
     sizes: tuple[str, ...] = ("10M", "40M")
-    conv: bool = True
-    quiet: bool = True
+    changes: tuple[str, ...] | None = tuple(CHANGES)
     T: int = 2048
     tokens: int = 65536
     steps: int = 690
     rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3)
-    rate_steps: int = 690
     precision: str = "bf16"
 
     def __post_init__(self):
-        check_fields(self)
-        texts.check_corpus(self.corpus)
-        for name in self.sizes:
-            if name not in SIZES:
-                raise ValueError(f"sizes: expected some of {', '.join(SIZES)}, got {name!r}")
+        check_settings(self)
+        for field, known in (("sizes", SIZES), ("changes", CHANGES)):
+            for name in getattr(self, field) or ():
+                if name not in known:
+                    raise ValueError(f"{field}: expected some of {', '.join(known)}, got {name!r}")
         if self.tokens < self.T:
             raise ValueError(f"tokens: expected at least one sequence of T = {self.T}, got {self.tokens}")
 
@@ -85,10 +105,10 @@ class Settings:
 
     @classmethod
     def tiny(cls) -> Settings:
-        """Seconds on a CPU, on bytes, to see that it runs."""
+        """Seconds on a CPU, to see that it runs."""
         return cls(
-            corpus="speeches", vocab_size=256, mixers=("gla", "softmax"), sizes=("tiny",), T=16, tokens=64, steps=6,
-            rates=(1e-2,), rate_steps=3, precision="fp32",
+            mixers=("gla", "softmax"), sizes=("tiny",), changes=("rank-4", "softmax-plain"), T=16, tokens=64, steps=6,
+            rates=(1e-2,), precision="fp32",
         )  # fmt: skip
 
 
@@ -102,7 +122,7 @@ class Language(Task):
     """
 
     def __init__(self, settings, seed: int, place: Place, part: str = "test"):
-        corpus = texts.load(place.texts, settings.corpus)
+        corpus = texts.load(place.texts)
         if corpus.vocab_size > settings.vocab_size:
             raise ValueError(
                 f"vocab_size: expected at least the {corpus.vocab_size} of the corpus, got {settings.vocab_size}"
@@ -182,22 +202,21 @@ def _scores(nats: float, tokens: int, size: int) -> dict:
 
 
 def model_of(size: str, mixer: str, vocab_size: int, quiet: bool = True, **changes) -> Config:
-    """A model of one of the SIZES, with the start that `Settings.quiet` names."""
+    """A model of one of the SIZES; all mixers start equally quiet, or else as in MQAR, some of them loud."""
     (width, layers, heads), start = SIZES[size], quiet_start if quiet else start_of
-    fields = {"hidden_size": width, "num_hidden_layers": layers, "num_heads": heads, "mixer": mixer}
-    return Config(vocab_size=vocab_size, **fields | start(mixer) | changes)
+    fields = {"hidden_size": width, "num_hidden_layers": layers, "num_heads": heads, "mixer": mixer_of(mixer, layers)}
+    return Config(vocab_size=vocab_size, **fields | {"use_short_conv": mixer != "softmax"} | start(mixer) | changes)
 
 
 def runs(settings: Settings, seeds: int) -> list[Run]:
-    """First the trials of every mixer at the first size, then a run a size, mixer and seed."""
-    s, columns = settings, {}
-    for size in s.sizes:
-        for mixer in s.mixers:
-            conv = s.conv and mixer != "softmax"
-            group = f"{mixer}{'-conv' if conv else ''}"
-            about = {"size": size, "mixer": mixer, "conv": conv, "group": group}
-            about |= {"rate factor": SIZES[s.sizes[0]][0] / SIZES[size][0]}
-            columns[f"{size}/{group}"] = about, model_of(size, mixer, s.vocab_size, s.quiet, use_short_conv=conv)
+    """First the trials of every mixer at the first size, then a run a size, mixer and seed; changes likewise."""
+    s, columns, first = settings, {}, settings.sizes[0]
+    entries = [(size, mixer, Change(mixer, {}, own_rate=True)) for size in s.sizes for mixer in s.mixers]
+    entries += [(first, name, CHANGES[name]) for name in s.changes or ()]
+    for size, name, change in entries:
+        about = {"size": size, "mixer": change.base, "change": name if change.fields else None}
+        about |= {"group": name if change.own_rate else change.base, "rate factor": SIZES[first][0] / SIZES[size][0]}
+        columns[f"{size}/{name}"] = about, replace(model_of(size, change.base, s.vocab_size), **change.fields)
     return with_trials("language", s, columns, seeds)
 
 

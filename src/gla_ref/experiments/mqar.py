@@ -27,12 +27,12 @@ from torch.nn import functional as F
 
 from ..models import Config, LanguageModel
 from ._rates import trained, with_trials
-from .runs import Place, Run, check_fields, dice, start_of
+from .runs import Place, Run, check_settings, dice, mixer_of, start_of
 from .trained_gates import gates_of
 from .training import Task
 
 __all__ = ["Mqar", "Questions", "Settings", "answer_logits", "answer_loss", "carry_out", "distinct", "judged"]
-__all__ += ["questions", "runs", "sanity"]
+__all__ += ["questions", "runs"]
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,14 @@ class Settings:
         vocab_size: tokens, the first half keys.
         lengths: (T, pairs) of a sequence, at least four tokens a pair, five if `overwritten`.
         overwritten: whether half of the keys are written twice; the second value counts.
-        mixers: keys of :data:`gla_ref.models.mixers.MIXERS`.
-        widths: of the residual stream, in models with short convolutions.
-        bare_widths: of models without them; None: no such models.
+        mixers: keys of :data:`gla_ref.models.mixers.MIXERS` or :data:`gla_ref.experiments.runs.HYBRIDS`.
+        widths: of the residual stream.
+        conv: whether mixers have short convolutions.
         heads: of every mixer.
         layers: of every model.
         rates: learning rates that are tried first.
         tokens: of a step.
-        steps: of every run that is a result.
-        rate_steps: of a trial of a learning rate.
+        steps: of every run.
         test_sequences: of each length, also for validation.
         precision: "bf16" or "fp32" in training.
     """
@@ -59,20 +58,21 @@ class Settings:
     vocab_size: int = 1024
     lengths: tuple[tuple[int, int], ...] = ((64, 4), (128, 8), (256, 16), (512, 64))
     overwritten: bool = False
-    mixers: tuple[str, ...] = ("softmax", "linear", "retnet", "mamba2", "gla", "gated_delta")
-    widths: tuple[int, ...] = (64, 128)
-    bare_widths: tuple[int, ...] | None = (128,)
+    mixers: tuple[str, ...] = (
+        "softmax", "linear", "retnet", "mamba2", "gla", "gated_delta", "kda", "gla+softmax", "kda+softmax",
+    )  # fmt: skip
+    widths: tuple[int, ...] = (128,)
+    conv: bool = True
     heads: int = 2
     layers: int = 2
-    rates: tuple[float, ...] = (2.5e-4, 5e-4, 1e-3, 2e-3)
+    rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
     tokens: int = 16384
     steps: int = 4000
-    rate_steps: int = 1500
     test_sequences: int = 1000
     precision: str = "bf16"
 
     def __post_init__(self):
-        check_fields(self)
+        check_settings(self)
         for T, pairs in self.lengths:
             least = 2 * pairs + 2 * self.writes(pairs)
             if T < least or T % 2:
@@ -88,31 +88,23 @@ class Settings:
 
     @classmethod
     def full(cls) -> Settings:
-        """The paper's question at two widths."""
+        """The paper's question at one width."""
         return cls()
-
-    @classmethod
-    def overwrite(cls) -> Settings:
-        """Keys that get a new value: what a correcting state is for."""
-        return cls(
-            overwritten=True, lengths=((64, 4), (128, 8), (256, 16)), widths=(128,), bare_widths=None,
-            mixers=("softmax", "linear", "mamba2", "gla", "gated_delta"),
-        )  # fmt: skip
 
     @classmethod
     def live(cls) -> Settings:
         """Ten seconds a run on one core of a CPU, for a notebook (results: benchmarks/results/cpu-mqar.json)."""
         return cls(
-            vocab_size=64, lengths=((32, 4),), mixers=("softmax", "linear", "gla"), widths=(64,), bare_widths=None,
-            layers=1, rates=(4e-3,), tokens=1024, steps=300, rate_steps=150, test_sequences=500, precision="fp32",
+            vocab_size=64, lengths=((32, 4),), mixers=("softmax", "linear", "gla"), widths=(64,), layers=1,
+            rates=(4e-3,), tokens=1024, steps=300, test_sequences=500, precision="fp32",
         )  # fmt: skip
 
     @classmethod
     def tiny(cls) -> Settings:
         """Seconds on a CPU, to see that it runs."""
         return cls(
-            vocab_size=32, lengths=((16, 2), (24, 4)), mixers=("gla",), widths=(16,), bare_widths=(16,), rates=(1e-2,),
-            tokens=96, steps=6, rate_steps=3, test_sequences=8, precision="fp32",
+            vocab_size=32, lengths=((16, 2), (24, 4)), mixers=("gla",), widths=(16,), rates=(1e-2,),
+            tokens=96, steps=6, test_sequences=8, precision="fp32",
         )  # fmt: skip
 
 
@@ -206,10 +198,8 @@ class Mqar(Task):
 
     def draw(self, n: int, T: int, pairs: int, *what) -> Questions:
         """Questions that depend on `what` alone."""
-        s = self.settings
-        return questions(
-            n, T, pairs, s.vocab_size, dice("cpu", "mqar", *what), overwritten=s.overwritten
-        ).to(self.device)  # fmt: skip
+        s, rng = self.settings, dice("cpu", "mqar", *what)
+        return questions(n, T, pairs, s.vocab_size, rng, overwritten=s.overwritten).to(self.device)
 
     def batch(self, step: int) -> Questions:
         """All of one length; lengths take turns."""
@@ -256,12 +246,12 @@ def runs(settings: Settings, seeds: int) -> list[Run]:
     """First the trials of every mixer, width and variant, then a run of each for every seed, with the best rate."""
     s, columns = settings, {}
     for mixer in s.mixers:
-        for width, conv in [(width, True) for width in s.widths] + [(width, False) for width in s.bare_widths or ()]:
-            group = f"{mixer}/{width}{'-conv' if conv else ''}{'-overwritten' if s.overwritten else ''}"
-            about = {"mixer": mixer, "width": width, "conv": conv, "overwritten": s.overwritten, "group": group}
+        for width in s.widths:
+            group = f"{mixer}/{width}{'-conv' if s.conv else ''}{'-overwritten' if s.overwritten else ''}"
+            about = {"mixer": mixer, "width": width, "conv": s.conv, "overwritten": s.overwritten, "group": group}
             columns[group] = about, Config(
-                vocab_size=s.vocab_size, hidden_size=width, num_hidden_layers=s.layers, num_heads=s.heads, mixer=mixer,
-                use_short_conv=conv, **start_of(mixer),
+                vocab_size=s.vocab_size, hidden_size=width, num_hidden_layers=s.layers, num_heads=s.heads,
+                mixer=mixer_of(mixer, s.layers), use_short_conv=s.conv, **start_of(mixer),
             )  # fmt: skip
     return with_trials("mqar", s, columns, seeds, min(4, s.steps))
 
@@ -270,16 +260,3 @@ def carry_out(run: Run, place: Place) -> dict | None:
     """Train and test; None if the deadline came first."""
     part = "validation" if run.about["stage"] == "rate" else "test"
     return trained(run, Mqar(run.settings, run.about["seed"], place.device, part), place)
-
-
-def sanity(records: tuple[dict, ...]) -> list[str]:
-    """Softmax attention must solve the task: a sentence for every result of it with less than 99 % right answers."""
-    sentences = []
-    for r in records:
-        score = r["evaluations"][-1]["accuracy"] if r["evaluations"] else 0.0
-        if r["about"]["stage"] == "main" and r["about"]["mixer"] == "softmax" and score < 0.99:
-            sentences.append(
-                f"{r['name']}: softmax attention has {score:.1%} of the answers, at least 99 % are expected: "
-                "find out why before you compare the others"
-            )
-    return sentences

@@ -5,56 +5,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import get_args, get_type_hints
 
 import torch
 
 from ..models import MIXERS, Config
+from ..models.config import check_fields
 
-__all__ = ["Place", "Run", "Training", "check_fields", "dice", "quiet_start", "start_of"]
+__all__ = ["HYBRIDS", "Place", "Run", "Training", "check_settings", "dice", "mixer_of", "quiet_start", "start_of"]
 
-KINDS = {int: "a positive integer", float: "a positive number", str: "text", bool: "True or False"}
-
-
-def check_fields(settings) -> None:
-    """Hold a dataclass against its annotations: numbers are positive and finite, tuples are not empty.
-
-    Annotations are `int`, `float`, `str`, `bool`, a tuple of these (`tuple[int, ...]`, `tuple[tuple[int, int], ...]`),
-    or one of them `| None`. Mixers are checked by name wherever a field is called `mixers`.
-
-    Raises:
-        TypeError, ValueError: a field does not fit; the message names it.
-    """
-    for name, kind in get_type_hints(type(settings)).items():
-        _check_value(name, kind, getattr(settings, name))
-    for name in getattr(settings, "mixers", ()):
-        if name not in MIXERS:
-            raise ValueError(f"mixers: expected some of {', '.join(MIXERS)}, got {name!r}")
-
-
-def _check_value(name: str, kind, x) -> None:
-    first, *rest = get_args(kind) or (None,)
-    if NoneType in rest:
-        if x is not None:
-            _check_value(name, first, x)
-    elif rest:
-        if not isinstance(x, tuple) or (rest != [...] and len(x) != len(rest) + 1):
-            raise TypeError(f"{name}: expected {'a tuple' if rest == [...] else 'pairs'}, got {x!r}")
-        if not x:
-            raise ValueError(f"{name}: expected at least one element, got ()")
-        for y in x:
-            _check_value(name, first, y)
-    elif kind in KINDS:  # another checked record is not
-        if not isinstance(x, (int, float) if kind is float else kind) or isinstance(x, bool) != (kind is bool):
-            raise TypeError(f"{name}: expected {KINDS[kind]}, got {x!r}")
-        if kind in (int, float) and not 0 < x < math.inf:
-            raise ValueError(f"{name}: expected {KINDS[kind]}, got {x!r}")
+#: models with two mixers, three layers of the first to one of the second
+#:
+#: :meta hide-value:
+HYBRIDS = {"gla+softmax": ("gla", "softmax"), "kda+softmax": ("kda", "softmax")}
 
 
 @dataclass(frozen=True)
@@ -103,7 +69,7 @@ class Run:
             chosen, "stage" ("rate" or "main") and "group", whose runs share one.
         settings: of the experiment.
         model: the model's sizes.
-        training: how it is trained.
+        training: how it is trained; None: it is not.
         tokens: of one step.
     """
 
@@ -112,13 +78,14 @@ class Run:
     about: dict
     settings: object
     model: Config
-    training: Training
+    training: Training | None
     tokens: int
 
     def fingerprint(self) -> dict:
         """All that the run's numbers depend on, as JSON has it: equal fingerprints, equal numbers."""
         parts = {"about": self.about, "tokens": self.tokens}
-        parts |= {name: dataclasses.asdict(getattr(self, name)) for name in ("settings", "model", "training")}
+        records = {"settings": self.settings, "model": self.model, "training": self.training}
+        parts |= {name: x and dataclasses.asdict(x) for name, x in records.items()}
         return json.loads(json.dumps(parts))
 
     def file(self, folder: Path, suffix: str) -> Path:
@@ -135,9 +102,9 @@ class Place:
         folder: of checkpoints.
         deadline: `time.time()` at which a run stops, with a checkpoint; None: never.
         save_every: seconds between checkpoints.
-        texts: folder of prepared texts, which two experiments need.
+        texts: folder of prepared texts, which language models need.
         records: earlier records of the experiment.
-        progress: is told (done, total) after every step; None: nobody is.
+        progress: is told (done, total) after every step.
         interrupt: its `value` says whether a signal asked for an end; None: none can.
         compile: whether models and losses go through torch.compile in training.
     """
@@ -148,20 +115,40 @@ class Place:
     save_every: float = 60.0
     texts: Path | None = None
     records: tuple[dict, ...] = ()
-    progress: Callable[[int, int], None] | None = None
+    progress: Callable[[int, int], None] = lambda done, total: None
     interrupt: object = None
     compile: bool = False
 
     def is_late(self) -> bool:
         """Whether a run should stop, with a checkpoint."""
-        if self.interrupt is not None and self.interrupt.value:
-            return True
-        return self.deadline is not None and time.time() >= self.deadline
+        stopped = self.interrupt is not None and self.interrupt.value
+        return stopped or (self.deadline is not None and time.time() >= self.deadline)
 
-    def tell(self, done: int, total: int) -> None:
-        """Report progress to whoever wants it."""
-        if self.progress:
-            self.progress(done, total)
+
+def check_settings(settings) -> None:
+    """Check an experiment's settings: every field by its annotation, and the names of mixers.
+
+    Raises:
+        TypeError, ValueError: a field does not fit; the message names it.
+    """
+    check_fields(settings)
+    for name in settings.mixers:
+        mixer_of(name, 1)
+
+
+def mixer_of(name: str, layers: int) -> str | tuple[str, ...]:
+    """The field `mixer` of a model's Config: in a hybrid each fourth layer differs, or the last one of fewer than four.
+
+    Raises:
+        ValueError: there is no such mixer or hybrid.
+    """
+    if name in MIXERS:
+        return name
+    if name not in HYBRIDS:
+        raise ValueError(f"mixers: expected some of {', '.join([*MIXERS, *HYBRIDS])}, got {name!r}")
+    most, fourth = HYBRIDS[name]
+    period = min(4, layers)
+    return tuple(fourth if i % period == period - 1 else most for i in range(layers))
 
 
 def start_of(mixer: str) -> dict:
@@ -177,9 +164,11 @@ def quiet_start(mixer: str) -> dict:
     """Fields of a model's Config by which every mixer adds next to nothing before the first step (chapter 19).
 
     W_O is drawn fifty times smaller than other weights. The epsilon of the heads' norms is far below any head's output:
-    a larger one would quieten Mamba-2-like layers, whose outputs are small, even more.
+    a larger one would quieten Mamba-2-like layers, whose outputs are small, even more. Softmax attention normalises
+    its queries and keys.
     """
-    return {**start_of(mixer), "norm_eps": 1e-24, "output_range": 4e-4}
+    normalised = "softmax" in HYBRIDS.get(mixer, [mixer])
+    return start_of(mixer) | {"norm_eps": 1e-24, "output_range": 4e-4, "qk_norm": normalised}
 
 
 def dice(device: torch.device | str, *what) -> torch.Generator:

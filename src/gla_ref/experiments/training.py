@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ __all__ = ["Task", "compile_parts", "share_of_rate", "train"]
 
 POINTS = 50  # of a curve
 LEARNED = 0.98  # share of the loss without learning: a model above it is at chance
-PROGRESS, PARTS = ("step", "seconds", "curve", "evaluations", "diverged"), ("model", "optimizer", "scheduler")
+PROGRESS, PARTS = ("step", "seconds", "curve", "norms", "evaluations", "diverged"), ("model", "optimizer", "scheduler")
 SAVED = {*PROGRESS, *PARTS, "total", "rng", "cuda_rng", "fingerprint"}  # in a checkpoint
 
 
@@ -94,7 +94,8 @@ def train(run: Run, task: Task, place: Place) -> dict | None:
 
     Returns:
         None where the deadline came first: the checkpoint is written then, and the same call goes on. Else
-        "curve": [steps done, mean loss since the last point], ...; "evaluations": a "step" and what the task says, ...;
+        "curve": [steps done, mean loss since the last point], ...; "norms": mean norms of the gradient, likewise;
+        "evaluations": a "step" and what the task says, ...;
         "diverged": whether the loss stopped being a number; "seconds": of training and evaluation; "compiled": whether
         by torch.compile; "learning rate"; "parameters"; "state", its size in numbers; "baselines"; "data", which part
         was evaluated; "at chance", whether the loss ends where that of a model without any learning is.
@@ -102,32 +103,31 @@ def train(run: Run, task: Task, place: Place) -> dict | None:
     Raises:
         ValueError: the checkpoint belongs to other settings, or cannot be read; the message names the file.
     """
-    device, training = torch.device(place.device), run.training
+    device = torch.device(place.device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(run.about["seed"])
-        model = LanguageModel(run.model).to(device)
-        optimizer = optimizer_of(model, run, device)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: share_of_rate(step, training.steps, training.warmup)
-        )
-        trainer = _Trainer(run, task, place, device, model, optimizer, scheduler)
+        trainer = _Trainer(run, task, place)
         trainer.restore()
         return trainer.go()
 
 
 class _Trainer:
-    def __init__(self, run, task, place, device, model, optimizer, scheduler):
-        self.run, self.task, self.place, self.device = run, task, place, device
-        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+    def __init__(self, run: Run, task: Task, place: Place):
+        self.run, self.task, self.place, self.device = run, task, place, torch.device(place.device)
+        self.model = LanguageModel(run.model).to(self.device)
+        self.optimizer = optimizer_of(self.model, run, self.device)
+        shares = partial(share_of_rate, steps=run.training.steps, warmup=run.training.warmup)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, shares)
         self.file = run.file(place.folder, ".pt")
         self.step, self.seconds = 0, 0.0
-        self.curve, self.evaluations, self.diverged = [], [], False
+        self.curve, self.norms, self.evaluations, self.diverged = [], [], [], False
         self.baselines = task.baselines()
-        self.total = torch.zeros((), device=device)  # losses since the curve's last point: reading one waits for a GPU
-        self.objective = task.objective(model)
+        # loss and norm since the curve's last point, where a GPU is waited for
+        self.total = torch.zeros(2, device=self.device)
+        self.objective = task.objective(self.model)
         if place.compile:
             torch.compiler.reset()  # it stops compiling, unseen, after eight models in one process
-            compile_parts(model)
+            compile_parts(self.model)
 
     def restore(self) -> None:
         """Go on where the checkpoint says."""
@@ -177,7 +177,7 @@ class _Trainer:
 
         while self.step < steps and not self.diverged:
             self.one()
-            self.place.tell(self.step, steps)
+            self.place.progress(self.step, steps)
             late = self.place.is_late()
             if late or time.time() - saved_at >= self.place.save_every or self.step == steps:
                 clock()
@@ -186,10 +186,7 @@ class _Trainer:
             if late and self.step < steps:
                 return None
         clock()
-        return {
-            "curve": self.curve,
-            "evaluations": self.evaluations,
-            "diverged": self.diverged,
+        return {name: getattr(self, name) for name in ("curve", "norms", "evaluations", "diverged")} | {
             "seconds": round(self.seconds, 3),
             "compiled": self.place.compile,
             "learning rate": self.run.training.learning_rate,
@@ -197,12 +194,8 @@ class _Trainer:
             "state": self.run.model.state_size(self.task.T),
             "baselines": self.baselines,
             "data": self.task.part,
-            "at chance": self.diverged or self.at_chance(self.curve[-1][1]),
+            "at chance": self.diverged or self.curve[-1][1] >= LEARNED * self.baselines["loss"],
         }
-
-    def at_chance(self, loss: float) -> bool:
-        """Whether a loss is that of a model which has learned nothing."""
-        return loss >= LEARNED * self.baselines["loss"]
 
     def one(self) -> None:
         """One step, and what is due behind it."""
@@ -210,25 +203,19 @@ class _Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=training.precision == "bf16"):
             loss = self.task.loss(self.objective, self.step)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), training.clip)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), training.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
-        self.total += loss.detach()
+        self.total += torch.stack([loss.detach(), norm])
         self.step += 1
         before, point = ((n * POINTS) // training.steps for n in (self.step - 1, self.step))
         if point > before or self.step == training.steps:
             since = self.step - (self.curve[-1][0] if self.curve else 0)
-            mean = self.total.item() / since
+            mean, norm = (self.total / since).tolist()
             self.diverged = not math.isfinite(mean)
-            third = training.steps / 3
-            if self.step >= third > self.step - since and not self.diverged and self.at_chance(mean):
-                print(
-                    f"{self.run.name}: at chance after a third of its steps: its loss is {mean:.3f}, "
-                    f"{self.baselines['loss']:.3f} without any learning",
-                    file=sys.stderr,
-                )
             self.curve.append([self.step, None if self.diverged else mean])  # JSON knows no NaN
+            self.norms.append([self.step, norm if math.isfinite(norm) else None])
             self.total.zero_()
         before, now = ((n * training.evaluations) // training.steps for n in (self.step - 1, self.step))
         if now > before and not self.diverged:

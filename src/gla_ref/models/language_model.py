@@ -86,7 +86,9 @@ class Transformer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(layer) for layer in config.layers())
+        for i, block in enumerate(self.layers):
+            block.attn.layer = i
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.gradient_checkpointing = False
 
@@ -108,10 +110,10 @@ class Transformer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A language model: logits of the next token, with any mixer.
+    """A language model: logits of the next token, with any mixer, or one for each layer.
 
     Args:
-        config: sizes and mixer.
+        config: sizes and mixers.
     """
 
     def __init__(self, config: Config):
@@ -336,19 +338,19 @@ def check_state(state: State | None, config: Config, N: int) -> None:
     if not isinstance(state, list) or len(state) != config.num_hidden_layers:
         got = f"{len(state)} of them" if isinstance(state, list) else type(state).__name__
         raise ValueError(f"state: expected a list of {config.num_hidden_layers} layers' states, got {got}")
-    for i, layer in enumerate(state):
+    for i, (layer, own) in enumerate(zip(state, config.layers(), strict=True)):
         if not isinstance(layer, LayerState):
             raise TypeError(f"state[{i}]: expected a LayerState, got {type(layer).__name__}")
         S, conv = layer
-        if (conv is not None) != config.use_short_conv and (S is not None or conv is not None):
-            has = "short convolutions" if config.use_short_conv else "no short convolutions"
+        if (conv is not None) != own.use_short_conv and (S is not None or conv is not None):
+            has = "short convolutions" if own.use_short_conv else "no short convolutions"
             raise ValueError(f"state[{i}]: expected that of a model with {has}, got another")
-        kind = Cache if config.mixer == "softmax" else Tensor
+        kind = Cache if own.mixer == "softmax" else Tensor
         if S is not None and not isinstance(S, kind):
             raise TypeError(
-                f"state[{i}].S: expected a {kind.__name__}, as mixer {config.mixer!r} returns, got {type(S).__name__}"
+                f"state[{i}].S: expected a {kind.__name__}, as mixer {own.mixer!r} returns, got {type(S).__name__}"
             )
-        for name, x, axes in parts(layer, config):
+        for name, x, axes in parts(layer, own):
             if x.ndim != len(axes) or any(n != a for n, a in zip(x.shape, axes, strict=True) if isinstance(a, int)):
                 raise ValueError(
                     f"state[{i}].{name}: expected shape [{', '.join(map(str, axes))}], got {list(x.shape)}"
@@ -363,7 +365,7 @@ def check_state(state: State | None, config: Config, N: int) -> None:
 
 
 def parts(layer: LayerState, config: Config) -> Iterator[tuple[str, Tensor, tuple[str | int, ...]]]:
-    """The tensors of a layer's state, each with its name, and with its axes: sizes of the model, and others' names."""
+    """The tensors of a layer's state, each with its name, and with its axes: sizes of the layer, and others' names."""
     soft, H, d = config.mixer == "softmax", config.num_heads, config.hidden_size
     sizes = {"k": d if soft else config.key_size, "v": d if soft else config.value_size}
     if isinstance(layer.S, Cache):

@@ -88,6 +88,8 @@ class Mixer(nn.Module):
     rank's piece of sequences that start on the first rank (:class:`gla_ref.over_ranks.pieces.Pieces`).
     """
 
+    layer: int | None = None  # its place in a model, for messages
+
     def __init__(self, config: Config, key_size: int, value_size: int):
         super().__init__()
         d, self.heads = config.hidden_size, config.num_heads

@@ -188,13 +188,17 @@ class Cache(NamedTuple):
 
 
 class SoftmaxAttention(Mixer):
-    """Softmax attention with rotary positions, as in LLaMA.
+    """Softmax attention with rotary positions, as in LLaMA; `Config.qk_norm` normalises queries and keys before them.
 
     The mixer of a Transformer++. Its state, a cache, grows with every token.
     """
 
     def __init__(self, config: Config):
         super().__init__(config, config.hidden_size, config.hidden_size)
+        self.normalised = config.qk_norm
+        if self.normalised:
+            D = config.hidden_size // self.heads
+            self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=config.norm_eps) for _ in "qk")
 
     def forward(
         self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
@@ -207,18 +211,24 @@ class SoftmaxAttention(Mixer):
         if pieces is not None:
             raise ValueError(
                 "mixer: expected one with a state, whose sequences can be split over ranks "
-                f"({', '.join(name for name in MIXERS if name != 'softmax')}), got 'softmax'"
+                f"({', '.join(name for name in MIXERS if name != 'softmax')}), got 'softmax' in layer {self.layer}"
             )
         (q, k, v), conv = self.project(x, state.conv, cu_seqlens)
+        if self.normalised:  # in the precision of the norms' weights, under autocast too
+            norms = (self.q_norm, q), (self.k_norm, k)
+            q, k = (norm(y.to(norm.weight.dtype)).to(v.dtype) for norm, y in norms)
         cache: Cache | None = state.S
         if cache is not None and (cache.cu_seqlens is not None or cu_seqlens is not None):
             o, cache = self.ragged(q, k, v, cache, cu_seqlens)
         else:
             T, before = x.shape[1], 0 if cache is None else cache.k.shape[1]
             t = torch.arange(T, device=x.device) + before if cu_seqlens is None else places(cu_seqlens, T)
-            past = None if cache is None else (cache.k, cache.v)
-            qkv = rotate(q, t), rotate(k, t), v
-            o, (k, v) = attend("softmax_attention", *qkv, initial_state=past, cu_seqlens=cu_seqlens)
+            q, k, past = rotate(q, t), rotate(k, t), None if cache is None else (cache.k, cache.v)
+            if T == 1 and past:  # one query sees all keys: PyTorch shares these out among a GPU's multiprocessors
+                k, v = (torch.cat(pair, 1) for pair in zip(past, (k, v), strict=True))
+                o = dot_product_attention(q, k, v)
+            else:
+                o, (k, v) = attend("softmax_attention", q, k, v, initial_state=past, cu_seqlens=cu_seqlens)
             cache = Cache(k, v, cu_seqlens)
         return self.o_proj(o.flatten(2)), LayerState(cache, conv)
 
@@ -239,9 +249,13 @@ class SoftmaxAttention(Mixer):
         q, k = (rotate(y, place[mine]) for y in new[:2])
         k, v = (torch.cat([a, b], 1)[:, order] for a, b in ((old[0], k), (old[1], new[2])))
         seen = (owner[mine, None] == owner) & (place[mine, None] >= place)
-        heads_first = [y.transpose(1, 2) for y in (q, k, v)]
-        o = F.scaled_dot_product_attention(*heads_first, attn_mask=seen).transpose(1, 2)
-        return o.reshape(shape), Cache(k, v, cu)
+        return dot_product_attention(q, k, v, seen).reshape(shape), Cache(k, v, cu)
+
+
+def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """PyTorch's softmax attention of q `[B, T, H, D]` with the keys that a mask `[T, S]` leaves, None: with all."""
+    heads_first = (y.transpose(1, 2) for y in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=seen).transpose(1, 2)
 
 
 def packed(*tensors_and_cu: Tensor | None) -> tuple[Tensor, ...]:
