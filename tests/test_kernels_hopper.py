@@ -229,7 +229,7 @@ def test_every_size(way):
     "way, kind",
     thin(
         [(way, kind) for way in GATED for kind in LADDER],
-        *((way, "many resets") for way in GATED if way not in STATED),  # of the others: packed sequences
+        *((way, "many resets") for way in GATED if way not in STATED),  # the others: packed sequences only
         *((way, "mild and strong chunks") for way in ("gla fused", "gla gradient", "gated_delta_rule segmented")),
         *(("kda fused", kind) for kind in ("-20", "one strong channel")),
         ("kda gradient", "-20"),

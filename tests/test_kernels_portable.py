@@ -142,7 +142,7 @@ RUNGS += [(m, False, kind) for m in GATED for kind in LADDER]
     "mechanism, two_sided, kind",
     thin(
         RUNGS,
-        ("gla", True, "many resets"),  # of the others: packed sequences
+        ("gla", True, "many resets"),  # the others: packed sequences only
         ("simple_gla", False, "-inf"),
         ("kda", False, "one strong channel"),
     ),

@@ -24,7 +24,7 @@ from . import EXPERIMENTS, _report, texts
 from ._driver import carry_out_all, is_done
 from .runs import Place
 
-PRESETS = ("full", "live", "tiny")  # of an experiment's settings
+PRESETS = ("full", "live", "tiny")  # settings of an experiment
 EARLIER = ("ablations", "length")  # experiments that have records, while their programs are in the history
 
 

@@ -42,7 +42,7 @@ class Choice:
 def with_trials(
     experiment: str, settings, columns: dict[str, tuple[dict, Config]], seeds: int, evaluations: int = 1
 ) -> list[Run]:
-    """First the trials of every group, which are as its runs but for rate, seed and data; then all runs.
+    """First the trials of every group, which differ from its runs in rate, seed and data only; then all runs.
 
     A trial is as long as a run: shorter ones chose half or a quarter of the best rates (chapter 19).
 
