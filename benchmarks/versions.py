@@ -35,7 +35,7 @@ from contenders import CONTENDERS
 
 from gla_ref import results
 
-SUITES = "gla", "hopper", "delta", "gated_delta", "linear"
+SUITES = "gla", "hopper", "delta", "gated_delta", "linear", "flash"
 KEPT = *run.IDENTITY, "ran", "ms", "correct", "error", "budget", "bits", "first_call_s", "message"
 KEY = "triton", "assembler"
 ASKED = """
