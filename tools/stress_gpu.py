@@ -8,7 +8,7 @@ one process to another (chapter 22 tells of one). So every process here trains a
 kernels between ours; two processes or more train the same model from the same seed, and the losses of their steps must
 be equal to the last bit. One more process only multiplies matrices, and its products must not change either.
 
-A training is a mixer and a size: `recall` as in gla_ref.experiments.mqar (K = 32, V = 64, 512 to 64 sequences at once),
+A training is a mixer and a size: `recall` as in gla_ref.experiments.mqar (K = 32, V = 64, 256 to 32 sequences at once),
 `language` as in a language model (K = 128, V = 256, 2,048 tokens), `square` with K = V = 128, for which the delta rules
 have kernels of their own, and `many` the same with many heads. The trainings take turns in as many rounds as all of
 them need. The exit status is 0 only if no process died and all losses and products were equal and finite.

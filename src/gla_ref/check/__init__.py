@@ -114,8 +114,8 @@ def kernel(
             "dtypes": ("bf16",), "packed": False, "state": False, "gradient": False, "min_gate": -5.0}, or any of them,
             or a function that says of a :class:`Case` whether it is claimed. The cases are then made so that they
             are; what has no point under the claim is left out, and the report says how many were.
-        level: "quick", or "full": also T up to 8192, K up to 256, V up to 512 (softmax attention: 256), every
-            gate in long and in packed sequences, a random search, and the smallest failing case as lines to run.
+        level: "quick", or "full": also T up to 8192 (delta rules: 32768), K up to 256, V up to 512 (softmax attention:
+            256), every gate in long and in packed sequences, a random search, and the smallest failing case as lines.
         only: a pattern like "gate*", or several; cases of other names are left out. Or one :class:`Case` to run.
         skip: a pattern, or several, of cases that are left out.
         waive: {quantity: reason}, or {"quantity@case pattern": reason}: failures of such a quantity do not count, but

@@ -1,6 +1,6 @@
-"""Trained gates, looked at: how fast channels forget, and which chunks the kernels call strong (chapter 19).
+"""Trained gates, looked at: how fast channels forget, and which chunks GLA's kernels would call strong (chapter 19).
 
-The kernels treat a chunk as strong if one of its channels decays by more than LIMIT nats in it; then they compute it
+GLA's kernels treat a chunk as strong if one of its channels decays by more than LIMIT nats in it; then they compute it
 level by level. Whether training makes such chunks is a question to trained models, so every record of a run has the
 answer. It needs no GPU: gates are a function of a layer's input.
 """

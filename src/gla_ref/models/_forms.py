@@ -22,7 +22,7 @@ def choose(mechanism: str, device: torch.device, dtype: torch.dtype, T: int, gra
     """Return the name of a form: the mechanism's kernel on a GPU, a reference elsewhere.
 
     In float64, and for a mechanism without a kernel in `FORMS`, a reference runs on a GPU too. A single token has forms
-    of its own; the one-token kernels of GLA need a call without gradients.
+    of its own; the one-token kernels need a call without gradients.
     """
     forms = FORMS[mechanism]
     if device.type == "cuda" and dtype != torch.float64 and "triton" in forms:
