@@ -288,14 +288,14 @@ def main() -> None:
     waiting: dict[Future, Check] = {}
 
     def start(*checks: Check) -> None:
-        """Short checks are done first; the shares of a long one take turns, so that they find programs compiled."""
+        """The checks take turns, the longest first, so that a share finds what the one before it had compiled."""
         todo = []
         for it in checks:
             names = [case.name for case in it.cases()]
             shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)] or [[]]
             it.shares = len(shares)
-            todo += [(it.expected * n / it.shares, it, some) for n, some in enumerate(shares, 1)]
-        for _, it, some in sorted(todo, key=lambda share: share[0]):
+            todo += [(n, -it.expected, it, some) for n, some in enumerate(shares)]
+        for *_, it, some in sorted(todo, key=lambda share: share[:2]):
             waiting[pool.submit(it.share, some, args)] = it
 
     def note(it: Check, found: dict | None) -> None:

@@ -134,13 +134,13 @@ BROKE = failure(
     [
         (row(True), "right", "right", {"✓"}),
         (row(True, not_covered={"dq": 3}), "right", "no gradient", {"–"}),
-        (row(False, REFUSED, OFF), "refuses", "wrong", {"refuses 1/3", "wrong 1/3"}),
+        (row(False, REFUSED, OFF), "refuses", "wrong", {"refuses 1/3", "wrong 1/3, 2×"}),
         (row(False, OFF, NAN, REFUSED), "refuses", "NaN", {"NaN 1/3"}),
         (row(False, NAN, BROKE), "right", "breaks", {"<b>breaks</b> 1/3<br>NaN 1/3"}),
         (row(False, BROKE | {"message": "(in the call)"}), "breaks", "right", {"<b>breaks</b> 1/3"}),
         (row(False, failure("a", "hangs")), "breaks", "right", {"<b>breaks</b> 1/3"}),
         (row(None), "no verdict", "no verdict", {"…", "cases: 3/9"}),
-        (row(None, OFF, REFUSED), "no verdict", "wrong", {"cases: 3/9", "wrong 1/3"}),
+        (row(None, OFF, REFUSED), "no verdict", "wrong", {"cases: 3/9", "wrong 1/3, 2×"}),
         (who_passes.Row("fla.chunk_gla", "fp32"), "no verdict", "no verdict", {"…", "cases: not run"}),
     ],
 )

@@ -56,6 +56,10 @@ class Row(NamedTuple):
         return bool(self.record) and self.record["ok"] is not None
 
     @property
+    def failures(self) -> list[dict]:
+        return (self.record or {}).get("failures", [])
+
+    @property
     def left(self) -> int:
         """The number of cases that were left out, because the function lacks an argument or cannot take an input."""
         lacks = (self.record or {}).get("not_covered", {})
@@ -72,7 +76,7 @@ class Row(NamedTuple):
     def worst(self, direction: str) -> dict[str, str]:
         """Each case that fails in a direction, and the worst verdict on it."""
         found = {}
-        for f in (self.record or {}).get("failures", ()):
+        for f in self.failures:
             if _direction(f) == direction:
                 found[f["case"]] = _worst(_verdict(f), found.get(f["case"], "right"))
         return found
@@ -188,6 +192,8 @@ def _cell(row: Row | None, direction: str) -> str:
         return "·"
     verdict, failing = row.verdict(direction), [*row.worst(direction).values()]
     counts = [f"{v} {failing.count(v)}/{row.record['cases']}" for v in VERDICTS if v in failing]
+    if finite := [x for f in row.failures if _direction(f) == direction and (x := _budgets(f)) < float("inf")]:
+        counts = [f"{said}, {max(finite):.0f}×" if said.startswith("wrong") else said for said in counts]
     sign = {"right": "✓", "no gradient": "–", "no verdict": "…"}.get(verdict)
     said = sign or "<br>".join(counts).replace("breaks", "<b>breaks</b>") or verdict
     said += " <small>CPU</small>" * (row.gpu == "CPU")
@@ -255,8 +261,8 @@ def _lines(row: Row) -> str:
         call = f'check.kernel("{FUNCTIONS[row.function].mechanism}", fn, dtype="{row.dtype}"{device}{forward},'
         return f'from gla_ref import check\n{load}\nprint({call}\n    only="{case}"))'
 
-    found = [f for f in row.record["failures"] if _verdict(f) != "refuses"]
-    shrunken = row.record["smallest"] if row.record["failures"][0] is found[0] else ""
+    found = [f for f in row.failures if _verdict(f) != "refuses"]
+    shrunken = row.record["smallest"] if row.failures[0] is found[0] else ""
     lines = [shrunken.replace("# fn: the function that was checked", load) or again(max(found, key=_budgets)["case"])]
     breaks = [f"# breaks the process:\n{again(f['case'])}" for f in found if _verdict(f) == "breaks"]
     return "\n\n".join(lines + breaks[:1])
@@ -275,7 +281,7 @@ def details(rows: list[Row]) -> str:
     """Return a fold for each check with wrong numbers or a broken process: what is off, and lines that show it."""
     parts = []
     for row in rows:
-        found = [f for f in (row.record or {}).get("failures", ()) if _verdict(f) != "refuses"]
+        found = [f for f in row.failures if _verdict(f) != "refuses"]
         said, lines = [], _lines(row) if found else ""
         for verdict in WRONG:
             if own := [f for f in found if _verdict(f) == verdict]:
