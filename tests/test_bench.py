@@ -320,7 +320,8 @@ def test_the_tests_of_a_library_are_counted_once_over_several_calls(tmp_path):
     for picked, status in ((["-k", "right"], 0), ([], 1), ([], 1)):
         assert subprocess.run([*command, *picked], env=env, capture_output=True).returncode == status
     data = json.loads((tmp_path / "out.json").read_text())
-    assert len((tmp_path / "reports").read_text().splitlines()) == 3 and data["environment"]["tests_of_fla"] == "c0ffee"
+    assert len((tmp_path / "reports").read_text().splitlines()) == 3
+    assert data["environment"]["tests_of_fla"] == "c0ffee" and data["environment"]["whole"]
     gla, *_, kda = data["fla_tests"]
     assert (gla["passed"], gla["failed"], gla["skipped"], kda["skips"]) == (1, 1, 0, {"no GPU": 1})
     assert gla["failures"] == [{"test": "tests/ops/test_gla.py::test_wrong", "said": "AssertionError: off"}]
