@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import check_peers
 import compile_peers
+import fla_tests
 import run
 import suites
 import timing
@@ -299,3 +302,25 @@ def test_new_tests_of_a_version_replace_those_of_the_same_files():
     old = {"tests": {"a.py b.py": 1, "c.py": 2}, "stress": True}
     assert versions.update(old, {"tests": {"b.py": 3}}) == {"tests": {"c.py": 2, "b.py": 3}, "stress": True}
     assert versions.update(old, {"stress": False}) == {**old, "stress": False}
+
+
+@pytest.mark.deep
+def test_the_tests_of_a_library_are_counted_once_over_several_calls(tmp_path):
+    """A library without functions to replace, and tests of which a first call has run some."""
+    files = {f"tests/ops/test_{suite}.py": "" for suite in fla_tests.SUITES}
+    files |= {"lib/fla/__init__.py": "", "lib/fla/ops/__init__.py": ""}
+    files["tests/ops/test_gla.py"] = "def test_right(): pass\ndef test_wrong(): assert 0, 'off\\nby 1'\n"
+    files["tests/ops/test_kda.py"] = "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, fla_tests.__file__, str(tmp_path), "--jobs", "0", "--commit", "c0ffee"]
+    command += ["--reports", str(tmp_path / "reports"), "--out", str(tmp_path / "out.json")]
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "lib")}
+    for picked, status in ((["-k", "right"], 0), ([], 1), ([], 1)):
+        assert subprocess.run([*command, *picked], env=env, capture_output=True).returncode == status
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert len((tmp_path / "reports").read_text().splitlines()) == 3 and data["environment"]["tests_of_fla"] == "c0ffee"
+    gla, *_, kda = data["fla_tests"]
+    assert (gla["passed"], gla["failed"], gla["skipped"], kda["skips"]) == (1, 1, 0, {"no GPU": 1})
+    assert gla["failures"] == [{"test": "tests/ops/test_gla.py::test_wrong", "said": "AssertionError: off"}]
