@@ -196,7 +196,7 @@ def _cell(row: Row | None, direction: str) -> str:
         counts = [f"{said}, {max(finite):.0f}×" if said.startswith("wrong") else said for said in counts]
     sign = {"right": "✓", "no gradient": "–", "no verdict": "…"}.get(verdict)
     said = sign or "<br>".join(counts).replace("breaks", "<b>breaks</b>") or verdict
-    said += " <small>CPU</small>" * (row.gpu == "CPU")
+    said += " CPU" * (row.gpu == "CPU")
     if verdict in WRONG:
         return f'<a class="wrong" style="color: inherit" href="#{_place(row)}">{said}</a>'
     kind = {"right": "right", "refuses": "refused"}.get(verdict, "")
