@@ -1,4 +1,4 @@
-"""The states between segments of delta_backward.py, forwards and backwards in one launch (chapter 20).
+"""The states between segments: of delta_ahead.py forwards, of delta_backward.py both ways in one launch (chapter 20).
 
 A segment maps the state S before it to M S + X, and the gradient R after it to M^T R + X'. As `carry` of
 ../portable/delta_forward.py, a program has BV columns of a sequence's head and goes from segment to segment.
@@ -12,8 +12,28 @@ import triton.language as tl
 from ..launch.plan import Spec
 from ..portable.delta_forward import DeltaCall
 from ..portable.segments import which_sequence
+from .delta_chunk import Shared
 
 BV = 16
+
+
+@triton.jit
+def load_segment(
+    part, X, i_s, i_h, i_v, H,
+    K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+):
+    """The halves [K, K / 2] of a segment's M, or M^T, and BV columns of its X."""
+    HALF: tl.constexpr = K // 2
+    o_k, o_v, o_j = tl.arange(0, K)[:, None], i_v * BV + tl.arange(0, BV)[None, :], tl.arange(0, HALF)[None, :]
+    i_s = (i_s * H + i_h).to(tl.int64)
+    p_M = part + i_s * K * (V + K) + V
+    if REVERSE:  # M^T
+        p_M += o_k + o_j * (V + K)
+        STEP: tl.constexpr = HALF * (V + K)
+    else:
+        p_M += o_k * (V + K) + o_j
+        STEP: tl.constexpr = HALF
+    return tl.load(p_M), tl.load(p_M + STEP), tl.load(X + i_s * K * W + o_k * W + o_v)
 
 
 @triton.jit
@@ -33,26 +53,23 @@ def through_segments(
     b_S = tl.zeros([K, BV], dtype=tl.float32)
     if first is not None:
         b_S += tl.load(first + o_S)
+    i_s = i_0 + (tl.maximum(n_s - 1, 0) if REVERSE else 0)
+    M_0, M_1, b_X = load_segment(part, X, i_s, i_h, i_v, H, K, V, W, BV, REVERSE)
     for i in range(0, n_s):
-        i_s = (i_0 + (n_s - 1 - i if REVERSE else i)) * H + i_h
-        p_M = part + i_s.to(tl.int64) * K * (V + K) + V
-        if REVERSE:  # M^T
-            p_M += o_k[:, None] + o_j[None, :] * (V + K)
-            STEP: tl.constexpr = HALF * (V + K)
-        else:
-            p_M += o_k[:, None] * (V + K) + o_j[None, :]
-            STEP: tl.constexpr = HALF
-        M_0, M_1 = tl.load(p_M), tl.load(p_M + STEP)  # [K, K / 2]
-        p = X + i_s.to(tl.int64) * K * W
-        p_X = p + o_k[:, None] * W + o_v[None, :]
-        b_X = tl.load(p_X)  # [K, BV]
+        i_s = i_0 + (n_s - 1 - i if REVERSE else i)
+        p = X + (i_s * H + i_h).to(tl.int64) * K * W
         # store
-        tl.store(p_X, b_S)
+        tl.store(p + o_k[:, None] * W + o_v[None, :], b_S)
         tl.debug_barrier()  # below, other threads than those that stored rows of S read them
-        # compute
+        # load: the next segment's numbers are asked for before this one's products
         p_S = p + o_j[:, None] * W + o_v[None, :]
-        b_S = tl.dot(M_0, tl.load(p_S), b_X, input_precision="ieee")
-        b_S = tl.dot(M_1, tl.load(p_S + HALF * W), b_S, input_precision="ieee")
+        S_0, S_1 = tl.load(p_S), tl.load(p_S + HALF * W)
+        i_next = i_s + (tl.where(i + 1 < n_s, -1, 0) if REVERSE else tl.where(i + 1 < n_s, 1, 0))
+        next_0, next_1, next_X = load_segment(part, X, i_next, i_h, i_v, H, K, V, W, BV, REVERSE)
+        # compute
+        b_S = tl.dot(M_0, S_0, b_X, input_precision="ieee")
+        b_S = tl.dot(M_1, S_1, b_S, input_precision="ieee")
+        M_0, M_1, b_X = next_0, next_1, next_X
     # store
     if last is not None:
         tl.store(last + o_S, b_S)
@@ -75,7 +92,27 @@ def carry_both(
         through_segments(part, part, S_in, None, cu, i_v, i_h, i_n, T, L, H, K, V, V + K, BV, PACKED, False)
 
 
+@triton.jit(do_not_specialize=("N", "T", "L", "H"))
+def carry(
+    part, S_in, S_out, cu, N, T, L, H,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+):
+    """`part` [slots, H, K, V + K] has X and M of each segment; S_out gets the state after each sequence."""
+    pid = tl.program_id(0)
+    i_v, i_h, i_n = pid % (V // BV), pid // (V // BV) % H, pid // (V // BV) // H
+    through_segments(part, part, S_in, S_out, cu, i_v, i_h, i_n, T, L, H, K, V, V + K, BV, PACKED, False)
+
+
 # The plan.
+
+
+def launch_carry_on(call: Shared, part: Spec, S_out: Spec, L: int) -> None:
+    """`carry` over segments of L tokens; S_out [N, H, K, V] gets the state after each sequence."""
+    call.draft.launch(
+        carry, call.V // BV * call.H * call.N,
+        part, call.S_in, S_out, call.cu, call.N, call.T, L, call.H,
+        K=call.K, V=call.V, BV=BV, PACKED=call.cu is not None, num_warps=8, num_stages=1,
+    )
 
 
 def launch_carry(call: DeltaCall, part: Spec, part_back: Spec, S_in: Spec | None, R_in: Spec | None, R_0: Spec | None):
