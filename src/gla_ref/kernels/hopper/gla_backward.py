@@ -77,7 +77,7 @@ from ..portable.gla_forward import (
     walks,
 )
 from ..portable.segments import carry_states, slots, which_segment
-from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
+from ..portable.tiles import STAY, VARYING, load_tile, operand, patterns, product, store_tile
 from .gla_forward import Roles, begin
 from .gluon import (
     barrier,
@@ -534,7 +534,7 @@ def mend_gradient(
     # once for all chunks
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     masks, meeting = all_between(LEVELS, C, FAST_SUMS), meetings(LEVELS, C)
-    for i in tl.range(first, tl.minimum(first + BN, n_flags)):
+    for i in tl.range(first, tl.minimum(first + BN, n_flags), disable_licm=STAY):
         if tl.load(strong + i) != 0:
             i_h, i_s = i % H, i // H
             i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -550,7 +550,7 @@ def mend_gradient(
 
             # compute: dq, dk, dg of BK channels; of all, P with P^T above its diagonal
             b_P = tl.zeros([C, C], dtype=tl.float32)
-            for o_k in tl.range(0, K, BK):
+            for o_k in tl.range(0, K, BK, disable_licm=STAY):
                 b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
@@ -633,12 +633,13 @@ def plan_backward(hardware: Hardware, call) -> Plan:
         carry_states(draft, ends, decay, R, R_0, shared.cu, shared.T, L, True)
         launch_unwind(shared, q, k, v, g, do, states, made, strong, L, ends, None)
     dq, dk, dv, dg = made
-    wide = min(64, shared.BK)
+    # 64 channels spill what fills registers, 32 hardly; older assemblers read unset registers there (lab/known.md)
+    BK = 32 if STAY else 64
     draft.launch(
         mend_gradient, cdiv(shared.chunks * shared.H, 16),
         q, k, v, do, g, dq, dk, dv, dg, strong, shared.cu, *patterns(q, k, v, do, g, dq, dv),
         shared.N, shared.T, shared.H, shared.K, shared.V, shared.scale, shared.chunks * shared.H,
-        LEVELS=shared.levels, BK=wide, BV=wide, BN=16, **shared.same, num_warps=4, num_stages=1,
+        LEVELS=shared.levels, BK=BK, BV=64, BN=16, **shared.same, num_warps=4, num_stages=1,
     )
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, shared.scale)
     return draft.plan("hopper", dq, dk, dv, dg, None, dS0)
