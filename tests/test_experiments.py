@@ -149,7 +149,7 @@ def test_every_field_of_settings_is_described():
 
 
 def test_language_models_have_the_sizes_that_they_are_called():
-    for size in language.Settings.full().sizes:
+    for size in language.Settings().sizes:
         with torch.device("meta"):
             model = LanguageModel(language.model_of(size, "gla", 8192))
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e6 * int(size[:-1]), rel=0.05)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gla_ref import results
+from gla_ref.experiments import settings_of
 from gla_ref.experiments.language import model_of
 from gla_ref.models import LanguageModel
 
@@ -27,7 +28,7 @@ def test_at_the_first_attempt_three_mixers_of_five_recalled_next_to_nothing():
 def test_trials_as_long_as_the_runs_choose_two_to_four_times_the_rates():
     chosen = {}
     for r in records("h100", "language"):
-        s = r["run"]["settings"]
+        s = settings_of(r)
         if (s["quiet"], r["about"]["stage"], r["about"]["size"]) == (True, "main", "10M") and len(s["rates"]) > 1:
             assert not r["choice"]["edge"]
             chosen[r["about"]["mixer"], s["rate_steps"] == s["steps"]] = r["learning rate"]

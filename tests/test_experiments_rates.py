@@ -37,7 +37,7 @@ def choice(*losses, rates=RATES, **changes):
 
 
 def test_a_rate_is_chosen_for_every_mixer_width_and_variant():
-    runs = mqar.runs(mqar.Settings.full(), 2)
+    runs = mqar.runs(mqar.Settings(), 2)
     for part in ("rate", "main"):
         chosen = [r for r in runs if r.about["stage"] == part]
         assert len({r.model for r in chosen}) == 9 == len({r.about["group"] for r in chosen})
@@ -50,7 +50,7 @@ def test_a_rate_is_chosen_for_every_mixer_width_and_variant():
 
 def test_every_comparison_chooses_its_rates():
     """Changes of GLA have GLA's rate; those of softmax attention, and all mixers, have trials of their own."""
-    runs = language.runs(language.Settings.full(), 1)
+    runs = language.runs(language.Settings(), 1)
     trials = {r.about["group"]: r for r in runs if r.about["stage"] == "rate"}
     assert {r.about["group"] for r in runs if r.about["stage"] == "main"} == trials.keys()
     assert {r.about["size"] for r in trials.values()} == {"10M"}
@@ -141,7 +141,7 @@ def test_a_result_says_how_its_rate_was_chosen(place, tmp_path):
 def test_a_wider_model_has_a_smaller_rate(place, monkeypatch):
     seen = []
     monkeypatch.setattr(_rates, "train", lambda run, task, place: seen.append(run.training.learning_rate))
-    s = replace(language.Settings.full(), mixers=("gla",), rates=(2e-3,), changes=("rank-4",))
+    s = replace(language.Settings(), mixers=("gla",), rates=(2e-3,), changes=("rank-4",))
     runs = language.runs(s, 1)
     records = trial_records(runs, {("gla", 2e-3): 1.0})
     for run in runs[1:]:

@@ -8,7 +8,7 @@ import torch
 from cases import in_process
 
 from gla_ref import results
-from gla_ref.experiments import _report
+from gla_ref.experiments import _report, language
 from gla_ref.experiments._report import holm, interval, quantile, student, welch
 
 
@@ -92,6 +92,12 @@ def test_language_is_scored_in_bits():
     bits = {"evaluations": [{"loss": 2.0, "bits a byte": 1.5}], "baselines": {"chance": 8.0, "bits a byte": 4.5}}
     (line,) = _report.table([record("gla", 0.0, 0, **bits)]).splitlines()[2:]
     assert line.split()[1:] == "1.5000 alone 1 bits a byte 8.0000 4.5000 4096 0.001".split()
+
+
+def test_settings_of_today_say_what_older_ones_named():
+    every = vars(language.Settings()), {"steps": 690, "rate_steps": 150, "quiet": False}
+    found = [_report.settings_of(record("gla/128", 0.5, 0, settings=s)) for s in every]
+    assert [(s["quiet"], s["rate_steps"], s["steps"]) for s in found] == [(True, 690, 690), (False, 150, 690)]
 
 
 def test_two_settings_are_two_results():

@@ -50,7 +50,7 @@ def model_and_batches(mixer: str, size: str, device: str):
     from gla_ref.models import Config, LanguageModel
 
     tiny = device == "cpu"
-    settings = mqar.Settings.tiny() if tiny else mqar.Settings.full()
+    settings = mqar.Settings.tiny() if tiny else mqar.Settings()
     width, heads, expand_k, shape = (16, 2, 0.5, (2, 32)) if tiny else SIZES[size]
     wide = {} if mixer == "softmax" else {"expand_k": expand_k}
     config = Config(settings.vocab_size, width, num_hidden_layers=2, num_heads=heads, mixer=mixer, **wide)

@@ -12,11 +12,11 @@ CPU. The tests run tiny settings on a CPU.
 """
 
 from . import decoding, language, mqar
-from ._report import Interval, holm, interval, results_of, table, welch
+from ._report import Interval, holm, interval, results_of, settings_of, table, welch
 
 #: modules with `Settings`, `runs(settings, seeds)` and `carry_out(run, place)`, by the name of the experiment
 #:
 #: :meta hide-value:
 EXPERIMENTS = {"mqar": mqar, "language": language, "decoding": decoding}
 
-__all__ = ["EXPERIMENTS", "Interval", "holm", "interval", "results_of", "table", "welch"]
+__all__ = ["EXPERIMENTS", "Interval", "holm", "interval", "results_of", "settings_of", "table", "welch"]

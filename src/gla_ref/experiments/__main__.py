@@ -24,7 +24,7 @@ from . import EXPERIMENTS, _report, texts
 from ._driver import carry_out_all, is_done
 from .runs import Place
 
-PRESETS = ("full", "live", "tiny")  # settings of an experiment
+PRESETS = ("live", "tiny")  # settings of an experiment, whose defaults are "full"
 EARLIER = ("ablations", "length")  # experiments that have records, while their programs are in the history
 
 
@@ -34,7 +34,7 @@ def settings_of(module, args: argparse.Namespace):
     Raises:
         TypeError, ValueError: a field is unknown or does not fit; the message names it.
     """
-    settings = getattr(module.Settings, args.preset)()
+    settings = getattr(module.Settings, args.preset, module.Settings)()
     known, changes = {f.name for f in fields(settings)}, {}
     for name, sign, text in (each.partition("=") for each in args.set):
         if not sign or name not in known:
@@ -102,7 +102,7 @@ def prepare(args: argparse.Namespace) -> int:
     documents = [*texts.linux_doc(args.linux_doc), *texts.gcide(args.gcide), *texts.sotu(args.sotu)]
     corpus = texts.encode_pairs(documents, args.vocab_size)
     corpus.save(args.out / texts.FILE)
-    held, size, raw = int(corpus.held.sum()), len(corpus.tokens), int(corpus.bytes.sum())
+    held, size, raw = len(corpus.places("test")), len(corpus.tokens), int(corpus.bytes.sum())
     print(f"{len(corpus.ends)} documents, {held} held out, {raw} bytes, {size} tokens")
     return 0
 
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in EXPERIMENTS.items():
         about = module.__doc__.partition("\n")[0].partition(" (chapter")[0]
-        presets = [preset for preset in PRESETS if hasattr(module.Settings, preset)]
+        presets = ["full", *(preset for preset in PRESETS if hasattr(module.Settings, preset))]
         command = commands.add_parser(name, help=about, description=module.__doc__)
         command.set_defaults(function=run)
         command.add_argument("--preset", choices=presets, default="full", help="of the settings")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from tabulate import tabulate
 
-__all__ = ["Interval", "holm", "interval", "results_of", "score", "table", "welch"]
+__all__ = ["Interval", "holm", "interval", "results_of", "score", "settings_of", "table", "welch"]
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 
@@ -28,8 +28,7 @@ class Interval(NamedTuple):
     p: float | None = None
 
     def __str__(self):
-        half = "alone" if self.n == 1 else f"± {self.half:.4f}"
-        return f"{self.mean:.4f} {half}"
+        return f"{self.mean:.4f} " + ("alone" if self.n == 1 else f"± {self.half:.4f}")
 
 
 def student(t: float, df: float) -> float:
@@ -103,6 +102,12 @@ def score(record: dict) -> tuple[str, float]:
     last = record["evaluations"][-1] if record["evaluations"] and not record["diverged"] else {}
     name = "accuracy" if "majority" in record["baselines"] else "bits a byte"
     return name, last.get(name, math.nan)
+
+
+def settings_of(record: dict) -> dict:
+    """A run's settings; a record that does not name a start or the steps of a trial has those of all runs today."""
+    settings = record["run"]["settings"]
+    return {"quiet": True, "rate_steps": settings["steps"]} | settings
 
 
 def results_of(records: Sequence[dict]) -> dict[str, list[dict]]:

@@ -27,7 +27,7 @@ __all__ = ["Settings", "carry_out", "runs"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The models to time.
+    """The models to time, on a GPU that nothing else uses.
 
     Attributes:
         mixers, size: as in :mod:`gla_ref.experiments.language`.
@@ -46,11 +46,6 @@ class Settings:
         check_settings(self)
         if self.size not in SIZES:
             raise ValueError(f"size: expected one of {', '.join(SIZES)}, got {self.size!r}")
-
-    @classmethod
-    def full(cls) -> Settings:
-        """A minute on a GPU that nothing else uses (`--jobs 1`)."""
-        return cls()
 
     @classmethod
     def tiny(cls) -> Settings:

@@ -99,11 +99,6 @@ class Settings:
             raise ValueError(f"tokens: expected at least one sequence of T = {self.T}, got {self.tokens}")
 
     @classmethod
-    def full(cls) -> Settings:
-        """Minutes on a GPU."""
-        return cls()
-
-    @classmethod
     def tiny(cls) -> Settings:
         """Seconds on a CPU, to see that it runs."""
         return cls(
@@ -181,18 +176,16 @@ class Language(Task):
 
     def baselines(self) -> dict:
         """Scores of the training text's frequencies of tokens; and bits a byte of all tokens alike ("chance")."""
-        sums = [
-            (unigram(self.training, x[1:], self.vocab_size) * (len(x) - 1), len(x) - 1, n)
-            for x, n in self.sources.values()
-        ]
+        of = unigram(self.training, self.vocab_size)
+        sums = [(of[x[1:].long()].sum().item(), len(x) - 1, n) for x, n in self.sources.values()]
         nats, tokens, size = map(sum, zip(*sums, strict=True))
         return _scores(nats, tokens, size) | {"chance": tokens * math.log2(self.vocab_size) / size}
 
 
-def unigram(training: Tensor, text: Tensor, vocab_size: int) -> float:
-    """Mean loss in nats of a text's tokens by the training text's frequencies, where every token counts once more."""
+def unigram(training: Tensor, vocab_size: int) -> Tensor:
+    """Nats of every token by the training text's frequencies, where each counts once more: float64, on the CPU."""
     counts = torch.bincount(training.cpu().long(), minlength=vocab_size).double() + 1
-    return -(counts / counts.sum()).log()[text.cpu().long()].mean().item()
+    return -(counts / counts.sum()).log()
 
 
 def _scores(nats: float, tokens: int, size: int) -> dict:

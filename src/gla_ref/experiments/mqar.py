@@ -87,11 +87,6 @@ class Settings:
         return pairs + pairs // 2 if self.overwritten else pairs
 
     @classmethod
-    def full(cls) -> Settings:
-        """The paper's question at one width."""
-        return cls()
-
-    @classmethod
     def live(cls) -> Settings:
         """Ten seconds a run on one core of a CPU, for a notebook (results: benchmarks/results/cpu-mqar.json)."""
         return cls(

@@ -83,10 +83,9 @@ class Run:
 
     def fingerprint(self) -> dict:
         """All that the run's numbers depend on, as JSON has it: equal fingerprints, equal numbers."""
-        parts = {"about": self.about, "tokens": self.tokens}
-        records = {"settings": self.settings, "model": self.model, "training": self.training}
-        parts |= {name: x and dataclasses.asdict(x) for name, x in records.items()}
-        return json.loads(json.dumps(parts))
+        parts = {name: getattr(self, name) for name in ("settings", "model", "training")}
+        parts = {name: x and dataclasses.asdict(x) for name, x in parts.items()}
+        return json.loads(json.dumps({"about": self.about, "tokens": self.tokens} | parts))
 
     def file(self, folder: Path, suffix: str) -> Path:
         """A file of this run's own."""

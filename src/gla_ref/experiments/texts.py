@@ -108,7 +108,6 @@ class Corpus:
     Attributes:
         tokens: uint8 or int16 `[n]`.
         ends: int64 `[documents]`, where each one stops.
-        held: bool `[documents]`, which are for testing: the tokenizer has not seen them.
         bytes: int64 `[documents]`, of each one's text.
         vocab_size: tokens that there are.
         names: of the documents.
@@ -117,7 +116,6 @@ class Corpus:
 
     tokens: Tensor
     ends: Tensor
-    held: Tensor
     bytes: Tensor
     vocab_size: int
     names: list[str]
@@ -175,7 +173,6 @@ def joined(pieces: list[Tensor], documents: list[Document], vocab_size: int, tok
     return Corpus(
         tokens=torch.cat(pieces),
         ends=torch.tensor([len(x) for x in pieces]).cumsum(0),
-        held=torch.tensor([held_out(d.name) for d in documents]),
         bytes=torch.tensor([len(d.text.encode()) for d in documents]),
         vocab_size=vocab_size,
         names=[d.name for d in documents],

@@ -169,13 +169,15 @@ class KimiDeltaAttention(GatedDeltaRule):
 def rotate(x: Tensor, place: Tensor, base: float = 10000.0) -> Tensor:
     """Rotary positions: x `[B, T, H, D]` with channels i and i + D/2 turned by place / base^(2 i / D) (RoFormer).
 
-    `place` is `[T]`; angles are in float64, so late tokens' angles are as exact as early tokens'.
+    `place` is `[T]`; whole turns are dropped in float64, so late tokens' angles are as exact as early tokens', and
+    sines, which torch.compile computes anew for every element, are cheap.
     """
     half = x.shape[-1] // 2
-    speed = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
-    angle = place[:, None, None] * speed
     a, b = wide(x).chunk(2, -1)
-    cos, sin = angle.cos().to(a), angle.sin().to(a)
+    speed = torch.exp2(torch.arange(half, device=x.device, dtype=torch.float64) * (-math.log2(base) / half))
+    turns = place[:, None, None] * (speed / math.tau)
+    angle = (math.tau * (turns - turns.round())).to(a)
+    cos, sin = angle.cos(), angle.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
