@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ..rounding import budget, error, unit
 from ._cases import MILD, C, Case, held, inputs
-from ._mechanisms import CHUNK, MECHANISMS, SHORT, Kind
+from ._mechanisms import LONGEST_CHUNK, MECHANISMS, SHORT, Kind
 
 __all__ = ["emulated", "exact", "judge"]
 
 LUCKS = 16  # orders of a sum that are tried
-LARGE, HEADS = 2**20, 16  # numbers of all states, and heads, from which on one order of each run is enough
-FEW = 1000  # keys that a CPU attends to as fast as a GPU
-KEPT = 400  # problems
+LARGE_STATES, ENOUGH_HEADS = 2**20, 16  # numbers of all states, and heads: above, one order of each run is enough
+CPU_KEYS = 1000  # keys that a CPU attends to as fast as a GPU
+KEPT_PROBLEMS = 400
 NEAR, ROUNDS = 2.0, 8  # an error below so many budgets may be luck: its budget comes from so many times as many runs
 WORKED_OUT: dict[tuple, Problem] = {}
 
@@ -59,11 +59,7 @@ def evaluate(
     if case.ends is not None:
         cu = torch.tensor(case.ends, dtype=getattr(torch, case.index), device=x["q"].device)
     call = partial(
-        fn,
-        *(leaves[n] for n in arguments),
-        scale=case.scale,
-        initial_state=None if not given else tuple(given) if kind.cache else given[0],
-        cu_seqlens=cu,
+        fn, *(leaves[n] for n in arguments), scale=case.scale, initial_state=kind.whole(given), cu_seqlens=cu
     )
     if moved:
         right = cu.clone()
@@ -73,7 +69,7 @@ def evaluate(
     o, state = call()
     if between:
         between()
-    states = (None,) * len(kind.states) if state is None else state if kind.cache else (state,)
+    states = kind.parts(state) or (None,) * len(kind.states)
     found = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
     pulled = {n: y for n, y in found.items() if f"d {n}" in x and y is not None and y.requires_grad}
     asked = {n: y for n, y in leaves.items() if y.requires_grad}
@@ -239,11 +235,12 @@ def budgets_of(
     """
     runs, lucky = copied(kind, case), len(kind.emulated)
     single, short = dtype == torch.float32, case.T <= SHORT
-    if single and not kind.cache and case.T <= 2 * CHUNK and numbers(case) > LARGE and case.H >= HEADS:
+    large = numbers(case) > LARGE_STATES and case.H >= ENOUGH_HEADS
+    if single and not kind.cache and case.T <= 2 * LONGEST_CHUNK and large:
         # here the three runs in three products of TF32 err most, and so many heads have many errors
         runs = 2 if again else 1
     emulate = partial(kind.emulate, dtype=dtype, seed=again)
-    made = lucky + (0 if again else len(kind.plain) + (len(kind.beyond) if single and case.T > CHUNK else 0))
+    made = lucky + (0 if again else len(kind.plain) + (len(kind.beyond) if single and case.T > LONGEST_CHUNK else 0))
     ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
     if single and (short or not kind.cache):
         ways.append((partial(emulate, thrice=True), 3))
@@ -320,12 +317,12 @@ def problems(
     for group in groups.values():
         found |= zip(group, worked_out(mechanism, [key[1] for key in group], dtype, seed, form, device), strict=True)
     WORKED_OUT.update(found)
-    while len(WORKED_OUT) > KEPT:  # the oldest first
+    while len(WORKED_OUT) > KEPT_PROBLEMS:  # the oldest first
         WORKED_OUT.pop(next(iter(WORKED_OUT)), None)
     return [as_asked(found[key], case) for key, case in zip(keys, cases, strict=True)]
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=KEPT_PROBLEMS)
 def as_asked(worked: Problem, case: Case) -> Problem:
     """A problem under the case's own name and way of calling; the same one for the same case."""
     return replace(worked, case=case)
@@ -354,7 +351,7 @@ def worked_out(
     """
     kind, like = MECHANISMS[mechanism], cases[0]
     given = [inputs(mechanism, case, dtype, seed, form) for case in cases]
-    device = device if kind.cache and like.T > FEW else "cpu"
+    device = device if kind.cache and like.T > CPU_KEYS else "cpu"
     exact, budgets = work_out(kind, like, dtype, given, device)
     dtypes = {n: held(kind, n, like, dtype) for n in exact}
     made = []
