@@ -28,8 +28,8 @@ For a gradient T leaves too (`d_T`), and strengths below LEAST in size count as 
 
 A program has one role: it waits at `ready`, once for each half of the channels and once for v, which comes to q's place
 while the inverse (delta_inverse.py) is made; nobody waits for it. Packed sequences: rows of the next sequence are zeros
-here, gates too. Bytes per chunk and value head at K = V = 128, bf16, gates float32: 80 KB in, 72 KB out. Shared memory:
-74 KB, two programs a multiprocessor.
+here, gates too. Bytes per chunk and value head at K = V = 128, bf16, gates float32: 80 KiB in, 72 out. Shared memory:
+74 KiB, two programs a multiprocessor.
 """
 
 from __future__ import annotations
