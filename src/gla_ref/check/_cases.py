@@ -24,22 +24,9 @@ MILD = "logsigmoid/16"
 BY_CHUNKS = "mild and strong chunks by turns"  # heads take turns too, so a lost state still shows
 WEAK_HEAD = "strong but in one head"
 TURNS = HAND_OVER, RELAY = "hand-over", "relay"  # keys hand the state from a channel to another before it is erased
-GATES = (
-    "zero",
-    "-1e-4",
-    MILD,
-    "-0.2",
-    "-1",
-    "-20",
-    "-1e3",
-    "-inf",
-    "one strong channel",
-    "mild and strong chunks",
-    "switch - 1e-3",
-    "switch + 1e-3",
-    "resets at chunk ends",
-    "many resets",
-)
+UNIFORM = ("zero", "-1e-4", MILD, "-0.2", "-1", "-20", "-1e3", "-inf")  # alike or mild, from weak to strong
+GATES = (*UNIFORM, "one strong channel", "mild and strong chunks", "switch - 1e-3", "switch + 1e-3")
+GATES += ("resets at chunk ends", "many resets")
 LAST = 16 * C + SUB + 1  # tokens of a long sequence
 PACKED = {"B": 1, "T": 130, "ends": (0, 0, 33, 33, 40, 120, 130, 130)}
 STRONG = {"B": 1, "H": 4, "K": 8, "V": 4, "T": 6 * C}  # cases of equal sizes are worked out side by side

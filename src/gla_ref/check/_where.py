@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..rounding import unit
-from ._cases import GATES, MILD, SUB, C, Case, but_for_gates, held, inputs
+from ._cases import MILD, SUB, UNIFORM, C, Case, but_for_gates, held, inputs
 from ._claims import up
 from ._kernel import Finding
 from ._mechanisms import SHORT, Kind
@@ -172,9 +172,6 @@ TO_HAVE = [  # words that may follow "have"
     lambda c: "K = V" if c.K == c.V else "K and V that differ",
 ]
 CHANCE = 0.05  # a trait that as many random cases would share with less probability is worth a line
-
-
-UNIFORM = GATES[: GATES.index("-inf") + 1]  # gates that are all alike or mild, from weak to strong
 
 
 def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[str] = ()) -> str:

@@ -246,16 +246,13 @@ def store_turned(
     o, d_o, x, t_u, done, i_b, i_h, o_t, end, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
 ):
     """o^T [V, C] to rows o_t ..., up to row `end`."""
-    if PACKED:
-        if end - o_t < C:
-            rows = gl.arange(0, V, layout=gl.SliceLayout(1, layout))[:, None]
-            columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :]
-            p = o + (o_t.to(gl.int64) * HV + i_h) * V
-            gl.store(p + (columns * (HV * V) + rows), x, mask=columns < end - o_t)
-            fence_async_shared()
-            mbarrier.arrive(done, count=1)
-        else:
-            send(d_o, x, t_u, done, i_b, i_h, o_t)
+    if PACKED and end - o_t < C:
+        rows = gl.arange(0, V, layout=gl.SliceLayout(1, layout))[:, None]
+        columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :]
+        p = o + (o_t.to(gl.int64) * HV + i_h) * V
+        gl.store(p + (columns * (HV * V) + rows), x, mask=columns < end - o_t)
+        fence_async_shared()
+        mbarrier.arrive(done, count=1)
     else:
         send(d_o, x, t_u, done, i_b, i_h, o_t)
 
@@ -290,9 +287,8 @@ def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.con
         low = gl.convert_layout(low, left)
         mbarrier.wait(bars.keys.index(s), parity)
         mbarrier.wait(bars.ready.index(s), parity)
-        if PACKED:
-            if end - o_t < C:  # the solver puts zeros into k
-                mbarrier.wait(bars.solved.index(s), parity)
+        if PACKED and end - o_t < C:  # the solver puts zeros into k
+            mbarrier.wait(bars.solved.index(s), parity)
         x = warpgroup_mma(low, b_k.permute((1, 0)), none, use_acc=False, is_async=True)  # (k S)^T
         b_o = warpgroup_mma(low, b_q.permute((1, 0)), none, use_acc=False, is_async=True)  # (q S)^T
         mbarrier.wait(bars.solved.index(s), parity)

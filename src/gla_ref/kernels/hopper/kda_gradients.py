@@ -96,26 +96,26 @@ NARROW = gl.constexpr(gl.NVMMASharedLayout(2 * BK.value, 16, 2))
 
 
 class Tiles(NamedTuple):
-    """A program's shared memory: tiles of a chunk, then those of BK channels at a time."""
+    """A program's shared memory: of a chunk do to own, then of BK channels at a time; `allocate` has the shapes."""
 
-    do: object  # [V / 64, 1, 1, C, 64], as w and e; -dv / scale takes the place of e
+    do: object
     w: object
-    e: object
-    FG: object  # [2, 1, 1, C, C]: T and dv, then F and G
-    own: object  # [C]: F_ii
-    q: object  # [1, 1, 1, C, BK], as k, lq, lk, rk: left and right operands, of which dq and dk take the place
+    e: object  # then -dv / scale
+    FG: object  # T and dv, then F and G
+    own: object  # F_ii
+    q: object
     k: object
-    gates: object  # as the copy engine brings them; then `xs`, sums in float32
-    xs: object  # [1, C, BK]
-    S: object  # [V / 64, 1, 1, BK, 64], as R
+    gates: object  # as the copy engine brings them
+    xs: object  # in their place: sums of gates, and then of (8)
+    S: object
     R: object
-    lq: object
+    lq: object  # left operands, then dq and dk
     lk: object
-    rk: object
-    table: object  # [1, 16, BK], as weights, and tails [1, 4, BK]: see `make_decays`
+    rk: object  # right operands
+    table: object  # see `make_decays`
     weights: object
     tails: object
-    kept: object  # [BK]: sum_v S R
+    kept: object  # sum_v S R
 
 
 @gluon.jit
@@ -137,11 +137,9 @@ def allocate(q, k, g, do, d_w, d_e, d_dv, d_S, d_R, N_V: gl.constexpr):
     table = gl.allocate_shared_memory(gl.float32, [1, 16, BK], FLAT_2)
     weights = gl.allocate_shared_memory(gl.float32, [1, 16, BK], FLAT_2)
     tails = gl.allocate_shared_memory(gl.float32, [1, 4, BK], FLAT_2)
-    t_own = gl.allocate_shared_memory(gl.float32, [C], FLAT)
-    t_kept = gl.allocate_shared_memory(gl.float32, [BK], FLAT)
-    return Tiles(
-        t_do, t_w, t_e, t_FG, t_own, t_q, t_k, gates, xs, t_S, t_R, t_lq, t_lk, t_rk, table, weights, tails, t_kept
-    )
+    own, kept = gl.allocate_shared_memory(gl.float32, [C], FLAT), gl.allocate_shared_memory(gl.float32, [BK], FLAT)
+    operands = t_lq, t_lk, t_rk
+    return Tiles(t_do, t_w, t_e, t_FG, own, t_q, t_k, gates, xs, t_S, t_R, *operands, table, weights, tails, kept)
 
 
 @gluon.jit
@@ -228,11 +226,8 @@ def make_dv(tiles, d_dv, dv, at_e, i_b, i_h, o_t, stop, T, HV, scale, V: gl.cons
         b_dv.reshape([C, 64]).store((x_v * -scale).to(b_e.dtype))
         fence_async_shared()
         barrier()  # all threads' stores are fenced
-        if PACKED:
-            if stop - o_t < C:
-                store_own_rows(dv, x_v * -scale, i_b, i_h, o_t, stop, n * 64, T, HV, V, WIDE)
-            else:
-                copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
+        if PACKED and stop - o_t < C:
+            store_own_rows(dv, x_v * -scale, i_b, i_h, o_t, stop, n * 64, T, HV, V, WIDE)
         else:
             copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
     return sums
@@ -242,12 +237,11 @@ def make_dv(tiles, d_dv, dv, at_e, i_b, i_h, o_t, stop, T, HV, scale, V: gl.cons
 def make_pairs(tiles, at_do, rows, i, j, N_V: gl.constexpr, PACKED: gl.constexpr):
     """(4): F and G as tiles in the place of T and dv, to be read transposed. Returns the four blocks of each."""
     mbarrier.wait(at_do, 0)
-    if PACKED:
-        if rows < C:  # the rest is another sequence's
-            for n in gl.static_range(N_V):
-                keep_rows(tiles.do.index(n).reshape([C, 64]), rows, WIDE)
-            fence_async_shared()
-            barrier()
+    if PACKED and rows < C:  # the rest is another sequence's
+        for n in gl.static_range(N_V):
+            keep_rows(tiles.do.index(n).reshape([C, 64]), rows, WIDE)
+        fence_async_shared()
+        barrier()
     none = gl.zeros([C, C], gl.float32, WIDE)
     G = over_blocks(tiles.e, tiles.w, none, 0)
     F = over_blocks(tiles.do, tiles.w, none, 0)
@@ -281,11 +275,10 @@ def over_states(tiles, bar, none, m, never):
 def sum_gates(t_g, t_k, t_q, bar, rows, m, PACKED: gl.constexpr):
     """Running sums of each block's gates in base 2, [4, 16, BK]; zeros into the tiles from row `rows` on."""
     mbarrier.wait(bar, m & 1)
-    if PACKED:
-        if rows < C:  # the rest is another sequence's
-            keep_rows(t_g.reshape([C, BK]), rows, COL)
-            keep_rows(t_k.reshape([C, BK]), rows, COL)
-            keep_rows(t_q.reshape([C, BK]), rows, COL)
+    if PACKED and rows < C:  # the rest is another sequence's
+        keep_rows(t_g.reshape([C, BK]), rows, COL)
+        keep_rows(t_k.reshape([C, BK]), rows, COL)
+        keep_rows(t_q.reshape([C, BK]), rows, COL)
     x = t_g.reshape([C, BK]).load(COL).to(gl.float32)
     x = gl.convert_layout(x.reshape([4, 16, BK]), THREE)
     x = gl.where(x < FLOOR, FLOOR, x) * LOG2E  # NaN is not below, and stays
@@ -362,14 +355,10 @@ def over_gates(y_e, y_n, o_f, kept, table, tables, t_tail, tails):
 @gluon.jit
 def send(d_dq, d_dk, dq, dk, t_dq, t_dk, i_b, i_h, o_t, stop, m, T, HV, K: gl.constexpr, PACKED: gl.constexpr):
     """dq and dk of the channels m BK on, rows o_t ... up to `stop`: by the copy engine if all rows are the chunk's."""
-    if PACKED:
-        if stop - o_t < C:
-            own_q, own_k = t_dq.reshape([C, BK]).load(THIN), t_dk.reshape([C, BK]).load(THIN)
-            store_own_rows(dq, own_q, i_b, i_h, o_t, stop, m * BK, T, HV, K, THIN)
-            store_own_rows(dk, own_k, i_b, i_h, o_t, stop, m * BK, T, HV, K, THIN)
-        else:
-            copy_out(d_dq, [i_b, i_h, o_t, m * BK], t_dq)
-            copy_out(d_dk, [i_b, i_h, o_t, m * BK], t_dk)
+    if PACKED and stop - o_t < C:
+        own_q, own_k = t_dq.reshape([C, BK]).load(THIN), t_dk.reshape([C, BK]).load(THIN)
+        store_own_rows(dq, own_q, i_b, i_h, o_t, stop, m * BK, T, HV, K, THIN)
+        store_own_rows(dk, own_k, i_b, i_h, o_t, stop, m * BK, T, HV, K, THIN)
     else:
         copy_out(d_dq, [i_b, i_h, o_t, m * BK], t_dq)
         copy_out(d_dk, [i_b, i_h, o_t, m * BK], t_dk)
