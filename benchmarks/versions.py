@@ -84,17 +84,8 @@ def timed(env: dict[str, str], args: argparse.Namespace) -> list[dict]:
     with tempfile.TemporaryDirectory() as there:
         out = Path(there, "times.json")
         command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *(args.suites or USUAL_SUITES)]
-        command += [
-            "--match",
-            args.match,
-            "--seconds",
-            str(args.seconds),
-            "--out",
-            str(out),
-            "--only",
-            *ours,
-            *args.peers,
-        ]
+        command += ["--match", args.match, "--seconds", str(args.seconds), "--out", str(out)]
+        command += ["--only", *ours, *args.peers]
         command += ["--compiled", str(args.compiled)] if args.compiled else []
         subprocess.run(command, env=env | {"TRITON_CACHE_DIR": there}, cwd=ROOT, check=True)
         return [{n: r.get(n) for n in FIELDS} for r in results.read(out, "records")]

@@ -41,7 +41,7 @@ The launches, each of which waits for the one before: `prepare` and `mend` of kd
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 from triton.experimental import gluon
@@ -95,49 +95,31 @@ SQUARE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 NARROW = gl.constexpr(gl.NVMMASharedLayout(2 * BK.value, 16, 2))
 
 
-class Tiles(NamedTuple):
-    """A program's shared memory: of a chunk do to own, then of BK channels at a time; `allocate` has the shapes."""
-
-    do: object
-    w: object
-    e: object  # then -dv / scale
-    FG: object  # T and dv, then F and G
-    own: object  # F_ii
-    q: object
-    k: object
-    gates: object  # as the copy engine brings them
-    xs: object  # in their place: sums of gates, and then of (8)
-    S: object
-    R: object
-    lq: object  # left operands, then dq and dk
-    lk: object
-    rk: object  # right operands
-    table: object  # see `make_decays`
-    weights: object
-    tails: object
-    kept: object  # sum_v S R
+Tiles = namedtuple("Tiles", "do w e FG own q k gates xs S R lq lk rk table weights tails kept")  # shared memory
 
 
 @gluon.jit
 def allocate(q, k, g, do, d_w, d_e, d_dv, d_S, d_R, N_V: gl.constexpr):
+    """A program's shared memory: tiles of a chunk, then those of BK channels at a time."""
     t_do = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], do.layout)
     t_w = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_w.layout)
-    t_e = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_e.layout)
-    t_FG = gl.allocate_shared_memory(do.dtype, [2, 1, 1, C, C], d_dv.layout)
+    t_e = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_e.layout)  # then -dv / scale
+    t_FG = gl.allocate_shared_memory(do.dtype, [2, 1, 1, C, C], d_dv.layout)  # T and dv, then F and G
     t_q = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
     t_k = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], k.layout)
-    # gates of 16 bits fill half of their sums' place. Allocated as the copy engine's, which aligns it
+    # gates, then sums in float32: gates of 16 bits fill half. Allocated as the copy engine's, which aligns it
     gates = gl.allocate_shared_memory(g.dtype, [(C * BK * 4) // g.block_type.nbytes, 1, 1, C, BK], g.layout)
     xs = reinterpret(gates, gl.float32, [1, C, BK], SPREAD)
     t_S = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_S.layout)
     t_R = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_R.layout)
-    t_lq = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
+    t_lq = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)  # left operands, then dq and dk
     t_lk = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
-    t_rk = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
-    table = gl.allocate_shared_memory(gl.float32, [1, 16, BK], FLAT_2)
+    t_rk = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)  # right operands
+    table = gl.allocate_shared_memory(gl.float32, [1, 16, BK], FLAT_2)  # this and the next two: see `make_decays`
     weights = gl.allocate_shared_memory(gl.float32, [1, 16, BK], FLAT_2)
     tails = gl.allocate_shared_memory(gl.float32, [1, 4, BK], FLAT_2)
-    own, kept = gl.allocate_shared_memory(gl.float32, [C], FLAT), gl.allocate_shared_memory(gl.float32, [BK], FLAT)
+    own = gl.allocate_shared_memory(gl.float32, [C], FLAT)  # F_ii
+    kept = gl.allocate_shared_memory(gl.float32, [BK], FLAT)  # sum_v S R
     operands = t_lq, t_lk, t_rk
     return Tiles(t_do, t_w, t_e, t_FG, own, t_q, t_k, gates, xs, t_S, t_R, *operands, table, weights, tails, kept)
 
