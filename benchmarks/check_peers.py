@@ -4,17 +4,21 @@
     python benchmarks/check_peers.py --only "fla.*" --levels quick --dtypes bf16
     python benchmarks/check_peers.py --only "*.triton*" --levels quick --seeds 20
     python benchmarks/check_peers.py --device cpu --libraries --levels quick   # other libraries' code for a CPU
+    python benchmarks/check_peers.py --unfinished --dtypes fp32 --levels quick --seconds-in-all 220   # goes on
 
-Every check is a process of its own with a time limit: one that hangs or takes the GPU down with it costs its own
-record only, and --jobs of them run side by side, the longest first. What is done is written to
-results/<gpu>-check.json at once, where it replaces the older check of the same subject, dtype, level and number of
-seeds. It runs in the host's own Python and needs no network. Products of float32 are asked to be exact of every kernel
-that does not say otherwise (TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any float32 budget. fla's kernels
-take the first configuration of each search: a search for every shape takes minutes.
+A check's cases are shared out to processes, --jobs side by side, whatever function they belong to. One that hangs or
+takes the GPU down with it costs its own case only. What is done is written to results/<gpu>-check.json at once, and
+replaces the older check of the same subject, dtype, level and number of seeds. When the time is up, that file has the
+finished cases of unfinished checks, and the next call goes on with the others. It runs in the host's own Python and
+needs no network. Products of float32 are asked to be exact of every kernel that does not say otherwise
+(TRITON_F32_DEFAULT=ieee), fla's too: TF32 would exceed any float32 budget. fla's kernels take the first configuration
+of each search: a search for every shape takes minutes.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,9 +26,9 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # before Triton is imported
@@ -37,7 +41,10 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 import run
 
 from gla_ref import FORMS, check, results
-from gla_ref.book.who_passes import NO_NUMBER, claimed
+from gla_ref.__main__ import Journal
+from gla_ref._commands import apart
+from gla_ref.book.who_passes import BREAKS, REFUSES, claimed, rows
+from gla_ref.check._claims import Claim
 from gla_ref.compat import libraries
 
 PEERS = (*run.PEERS, "transformers")  # whose versions a record names
@@ -57,172 +64,154 @@ LIBRARIES = [name for name, it in libraries.FUNCTIONS.items() if it.mechanism in
 SUBJECTS += LIBRARIES
 LEVELS = ("quick", "full")
 KEY = ("subject", "dtype", "level", "seeds")  # of a record, which a newer one replaces
-GROUPS = {  # a group of quick cases: the patterns of their names; a case belongs to the first that fits
-    "packed": ("*packed*", "many sequences"),
-    "lengths": ("length *", "??? tokens", "long", "narrow and long", "random *"),
-    "gates": ("gate *", "gates *", "wide keys and gate *", "strong but *"),
-    "sizes": ("square", "one head", "wide", "*wider*", "widest", "many *", "joint*", "sizes *", "value heads*"),
-    "keys": ("keys *", "* keys", "strength*", "values *", "later tokens loud", "hand-over*", "relay*"),
-    "scales": ("scale *", "one token with scale", "steep*"),
-    "states": ("*state*", "*cache*"),
-    "strides": ("strided", "fused", "misaligned", "transposed", "expanded"),
-    "losses": ("loss *", "small loss", "frozen inputs"),
-    "large": ("large", "huge"),
-}
 VERDICTS = {True: "right", False: "WRONG", None: "none"}
+KEPT = ("case", "quantity", "kind", "error", "budget", "message", "where")  # of a failure in a record
+SHARE, CALL = 12, 200.0  # cases that one process calls, one after another; seconds that one call may take
+LOST = BREAKS | REFUSES  # kinds of failures that give no number
 RUNNING: set[subprocess.Popen] = set()
+STOPPED, LOCK = threading.Event(), threading.Lock()  # time is up; around what several shares of a check change
 
 
 def kernel(subject: str):
-    """(mechanism, function, how to write that function) of `gla.triton`, `fla.chunk_gla` or `fla.chunk_gla forward`."""
+    """The mechanism and the function of `gla.triton`, `fla.chunk_gla` or `fla.chunk_gla forward`."""
     subject = subject.removesuffix(FORWARD)
     if subject in LIBRARIES:
-        entry = libraries.FUNCTIONS[subject]
-        return entry.mechanism, libraries.function(subject), f'libraries.function("{subject}")'
+        return libraries.FUNCTIONS[subject].mechanism, libraries.function(subject)
     owner, name = subject.split(".")
-    return owner, FORMS[owner][name], f'FORMS["{owner}"]["{name}"]'
+    return owner, FORMS[owner][name]
 
 
-def group(case: str) -> str:
-    """The group that a case belongs to, by its name."""
-    return next(name for name, patterns in GROUPS.items() if any(fnmatch(case, p) for p in patterns))
-
-
-def tally(report: check.Report) -> dict[str, dict[str, int]]:
-    """{group: how many of its cases were tried, gave a wrong number, gave none that can be judged}."""
-    scores = {}
-    for case in dict.fromkeys(row.case for row in report.rows):
-        kinds = {row.kind for row in report.failures if row.case == case}
-        here = scores.setdefault(group(case), dict.fromkeys(("tried", "wrong", "refused"), 0))
-        here["tried"] += 1
-        here["refused"] += bool(kinds) and kinds <= NO_NUMBER
-        here["wrong"] += bool(kinds - NO_NUMBER)
-    return scores
-
-
-def prepare_triton() -> list[float]:
-    """Autotuners take their first configuration from here on; returns a list that the seconds of compilers go to.
-
-    Several that run side by side count once.
-    """
+def one_configuration() -> None:
+    """Triton's autotuners take their first configuration from here on."""
     from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
 
-    init, compile, spent = Autotuner.__init__, JITFunction._do_compile, []
-    lock, running = threading.Lock(), []  # since when, each
+    init = Autotuner.__init__
 
     def init_with_one(self, fn, arg_names, configs, *args, **named):
         init(self, fn, arg_names, configs[:1], *args, **named)
 
-    def timed_compile(self, *args, **named):
-        with lock:
-            running.append(running[0] if running else time.monotonic())
-        try:
-            return compile(self, *args, **named)
-        finally:
-            with lock:
-                began = running.pop()
-                if not running:
-                    spent.append(time.monotonic() - began)
-
-    Autotuner.__init__, JITFunction._do_compile = init_with_one, timed_compile
-    return spent
+    Autotuner.__init__ = init_with_one
 
 
-def judge(subject: str, dtype: str, seeds: int, options: dict, progress) -> dict:
-    """A kernel's failures on the first seed that has any, and a program that shows the first of them again."""
-    mechanism, fn, written = kernel(subject)
-    theirs = subject.removesuffix(FORWARD) in LIBRARIES
-    options = options | ({"forward_only": True} if subject.endswith(FORWARD) else {})
-    worst: dict[str, float] = {}
-    cases = 0
-    for seed in range(seeds):
-        options["seed"] = seed
-        report = check.kernel(mechanism, fn, dtype=DTYPES[dtype], **options, time_limit=200.0, progress=progress)
-        cases += len({row.case for row in report.rows})
-        for row in report.rows:
-            if row.error is not None:  # JSON has no infinity
-                worst[row.quantity] = max(worst.get(row.quantity, 0.0), min(row.ratio, 1e9))
-        if not report.ok:
-            break
-    data = report.to_json()
-    rows = [row for row in data["rows"] if row["status"] == "failed"]
-    rows.sort(key=lambda row: row["kind"] in NO_NUMBER)  # what is run again and shrunk shows a wrong number, if any is
-    kept = ("case", "quantity", "kind", "error", "budget", "message", "where")
-    again = None
-    if rows:
-        said = {n: x for n, x in options.items() if n != "only"}
-        given = ", ".join(f"{n}={x!r}" for n, x in said.items())
-        given = f"{given},\n    only={rows[0]['case']!r}, dtype={DTYPES[dtype]}"
-        again = "import torch\nfrom gla_ref import check\nfrom gla_ref"
-        again += ".compat import libraries\n" if theirs else " import FORMS\n"
-        again += f'print(check.kernel("{mechanism}", {written},\n    {given}))'
-    smallest = report.reproduction
-    if rows and not smallest and theirs:  # the full level shrinks what fails
-        options |= {"level": "full", "only": rows[0]["case"], "time_limit": 200.0}
-        smallest = check.kernel(mechanism, fn, dtype=DTYPES[dtype], **options).reproduction
-    if theirs:
-        imports = f"from gla_ref.compat import libraries\nfn = {written}"
-        smallest = smallest.replace("# fn: the function that was checked", imports)
+def summary(*reports: check.Report) -> dict:
+    """What the reports of several seeds say, of which the last one may have failures, in values that JSON has."""
+    report, worst = reports[-1], {}
+    for row in (row for it in reports for row in it.rows if row.error is not None):
+        worst[row.quantity] = max(worst.get(row.quantity, 0.0), min(row.ratio, 1e9))
+    failures = [{n: getattr(row, n) for n in KEPT} for row in report.failures]
+    for row in failures:
+        row["error"] = row["error"] if row["error"] is None or math.isfinite(row["error"]) else str(row["error"])
     return {
         "ok": report.ok,
         "claim": report.settings["supports"],
-        "groups": tally(report),
-        "cases": cases,
+        "cases": sum(len({row.case for row in it.rows}) for it in reports),
         "worst": worst,
-        "failures": [{n: row[n] for n in kept} for row in rows],
-        "diagnosis": data["diagnosis"],
-        "not_covered": data["not_covered"],
-        "reproduction": again,
-        "smallest": smallest,
+        "failures": sorted(failures, key=lambda row: (row["kind"] in LOST, row["kind"] in REFUSES)),  # last
+        "not_covered": report.not_covered,
     }
 
 
-def apart(subject: str, dtype: str, level: str, args: argparse.Namespace) -> dict:
-    """One check in a process of its own: a record of what it found, or of why it did not finish."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder) / "found.json", Path(folder) / "log"
-        command = [sys.executable, __file__, "--child", subject, "--dtypes", dtype, "--levels", level]
-        command += ["--seeds", str(args.seeds), "--device", args.device, "--out", str(out)]
-        with log.open("w") as sink:
-            env = os.environ | {"OMP_NUM_THREADS": "1"}  # as many processes as cores
-            process = subprocess.Popen(command, stdout=sink, stderr=sink, env=env)
-            RUNNING.add(process)
-            try:
-                process.wait(args.seconds)
-                message = f"exit status {process.returncode}"
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                message = f"not done after {args.seconds:.0f} s"
-            RUNNING.discard(process)
-        said = log.read_text(errors="replace").strip()[-400:]
-        found = json.loads(out.read_text()) if out.exists() else {"ok": None}
-    return {
-        "subject": subject,
-        "dtype": dtype,
-        "level": level,
-        "seeds": args.seeds,
-        "device": args.device,
-        "alone": args.alone,
-        "commit": args.commit,
-        "seconds": round(time.monotonic() - began, 1),
-        **found,
-        "message": None if "worst" in found else f"{message}: {said}",
-    }
+def judge(subject: str, dtype: str, seeds: int, options: dict, journal=None) -> dict:
+    """A kernel's failures on the first seed that has any. The `journal` has rows of the first seed's cases."""
+    mechanism, fn = kernel(subject)
+    reports = []
+    for seed in range(seeds):
+        given = options | {"dtype": DTYPES[dtype], "seed": seed, "forward_only": subject.endswith(FORWARD)}
+        reports.append(check.kernel(mechanism, fn, **given, time_limit=CALL, journal=None if seed else journal))
+        if not reports[-1].ok:
+            break
+    return summary(*reports) | {"smallest": reports[-1].reproduction}
+
+
+@dataclass(eq=False)
+class Check:
+    """One check on its way: the rows of the cases that have been called, and the seconds of their processes."""
+
+    subject: str
+    dtype: str
+    level: str
+    rows: dict[str, list[dict]] = field(default_factory=dict)
+    seconds: float = 0.0
+    expected: float = 0.0  # seconds, as far as is known
+    shares: int = 0  # that are left
+    message: str | None = None  # why a process did not finish
+
+    def cases(self) -> list[check.Case]:
+        """The cases that were not called yet; those for which the same programs are compiled follow one another."""
+        mechanism, fn = kernel(self.subject)
+        claim = Claim.of(getattr(fn, "supports", None))
+        *_, cases = check.selected(mechanism, claim, DTYPES[self.dtype], self.level, None, (), 0)
+        left = [case for case in cases if case.name not in self.rows]
+        return sorted(left, key=lambda c: (c.K, c.V, c.groups, bool(c.ends), c.state, c.loss, c.H, c.T % 16 > 0))
+
+    def process(self, names: list[str] | None, args: argparse.Namespace) -> dict | None:
+        """What a check finds that knows all rows; or call these cases, in one process until a case ends it."""
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as own:
+            folder = Path(own)
+            log, place, found = (folder / n for n in ("log", "place", "found"))
+            for case, rows in self.rows.items() if names is None else ():
+                apart.keep(case, rows, folder)
+            (folder / "cases").write_text(json.dumps(names))
+            command = [sys.executable, __file__, "--child", self.subject, "--dtypes", self.dtype]
+            command += ["--levels", self.level, "--seeds", str(args.seeds), "--device", args.device]
+            env = os.environ | {"OMP_NUM_THREADS": "1", apart.VARIABLE: own}  # as many processes as cores
+            again = True
+            while again and not STOPPED.is_set():
+                place.unlink(missing_ok=True)
+                with log.open("w") as sink:
+                    process = subprocess.Popen(command, stdout=sink, stderr=sink, env=env)
+                    RUNNING.add(process)
+                    try:
+                        message = f"exit status {process.wait(args.seconds)}"
+                    except subprocess.TimeoutExpired:
+                        process.kill()
+                        process.wait()
+                        message = f"not done after {args.seconds:.0f} s"
+                    RUNNING.discard(process)
+                kept, where = apart.kept(folder), place.read_text() if place.exists() else ""
+                if where and where not in kept and process.returncode < 0 and process.returncode != -signal.SIGKILL:
+                    kind, said = {"kind": "breaks"}, f"ended by {signal.Signals(-process.returncode).name}"
+                    kept[where] = [{"case": where, "quantity": "call", "status": "failed", "message": said} | kind]
+                    apart.keep(where, kept[where], folder)
+                again = names is not None and process.returncode != 0 and where in kept
+            with LOCK:
+                self.rows |= apart.kept(folder)
+                self.seconds += time.monotonic() - began
+            if STOPPED.is_set():
+                self.message = f"not done after {args.seconds_in_all:.0f} s"
+            elif process.returncode:
+                self.message = f"{message}: {log.read_text(errors='replace').strip()[-400:]}"
+            return json.loads(found.read_text()) if found.exists() else None
+
+    def share(self, names: list[str], args: argparse.Namespace) -> dict | None:
+        """Call these cases; after the last of all, what the check finds."""
+        if names and not STOPPED.is_set():
+            self.process(names, args)
+        with LOCK:
+            self.shares -= 1
+        return None if self.shares or self.message or STOPPED.is_set() else self.process(None, args)
+
+    def record(self, found: dict | None, args: argparse.Namespace) -> dict:
+        """What was found; without that, what the rows say so far, and the rows themselves, with which it goes on."""
+        if found is None:
+            rows = [check.Row(**row) for rows in self.rows.values() for row in rows]
+            found = summary(check.Report({"supports": ""}, rows=rows)) | {"ok": None}
+            found |= {"of": len(self.rows) + len(self.cases()), "smallest": ""}
+            found["rows"] = json.dumps(self.rows)  # as text, since JSON has no NaN
+        said = {n: getattr(self, n) for n in ("subject", "dtype", "level")} | {"seconds": round(self.seconds, 1)}
+        said |= {n: getattr(args, n) for n in ("seeds", "device", "commit", "triton")}
+        return said | found | {"message": (self.message or "not done") if found["ok"] is None else None}
 
 
 def line(r: dict) -> str:
     """A record for the terminal."""
-    name = f"{r['subject']} {r['dtype']} {r['level']}"
-    if r["message"]:
-        said = r["message"].replace("\n", " ")[:100]
-    else:
-        said = f"{r['cases']} cases, {len(r['failures'])} failures"
-        said += f", first {r['failures'][0]['case']}" if r["failures"] else ""
-    compiling = f" ({r['compiling_s']:.1f} s compiling)" if r.get("compiling_s") else ""
-    return f"{name:44} {VERDICTS[r['ok']]:6}{r['seconds']:7.1f} s{compiling}  {said}"
+    said = f"{r['cases']} cases, {len(r['failures'])} failures"
+    said += f", first {r['failures'][0]['case']}" if r["failures"] else ""
+    said += f"; {r['message']}".replace("\n", " ")[:100] if r["message"] else ""
+    return (
+        f"{r['subject']} {r['dtype']} {r['level']}".ljust(44) + f" {VERDICTS[r['ok']]:6}{r['seconds']:7.1f} s  {said}"
+    )
 
 
 def arguments() -> argparse.Namespace:
@@ -231,47 +220,52 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=["bf16", "fp32"])
     parser.add_argument("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--seeds", type=int, default=1, help="0, 1, ... of the inputs; default 1")
-    parser.add_argument("--seconds", type=float, default=480, help="of one check")
-    parser.add_argument("--seconds-in-all", type=float, help="then what runs is stopped")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="checks side by side")
+    parser.add_argument("--unfinished", action="store_true", help="rows of Who passes without a verdict only")
+    parser.add_argument("--seconds", type=float, default=480, help="of one process")
+    parser.add_argument("--seconds-in-all", type=float, help="then what runs is stopped, and goes on the next time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes side by side")
     parser.add_argument("--device", default="cuda", help="cpu interprets our kernels, to try this")
     parser.add_argument("--libraries", action="store_true", help="other libraries' functions only")
-    parser.add_argument("--out", type=Path, help="the JSON file to merge into")
+    parser.add_argument("--out", type=Path, help="the JSON file to merge into, if not the standing record")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def in_child(args: argparse.Namespace) -> None:
-    """Make one check in this process, and write what it finds."""
-    options = {"device": args.device, "level": args.levels[0]}
-    spent = prepare_triton()
-    found = judge(args.child, args.dtypes[0], args.seeds, options, partial(print, flush=True))
-    found["compiling_s"] = round(sum(spent), 1)
-    args.out.write_text(json.dumps(found, allow_nan=False))
+    """Call the cases of a share in this process; or, where all have been called, say what the check finds."""
+    apart.begin()
+    one_configuration()
+    names, subject, (dtype,) = json.loads((apart.folder / "cases").read_text()), args.child, args.dtypes
+    (mechanism, fn), journal = kernel(subject), Journal()
+    given = {"device": args.device, "level": args.levels[0]}
+    own = given | {"dtype": DTYPES[dtype], "time_limit": CALL, "forward_only": subject.endswith(FORWARD)}
+    if names is not None:
+        journal.setdefault("", [])  # so the kit looks for no mistake: the last process of a check knows all rows
+        check.kernel(mechanism, fn, **own, only=names, progress=lambda *now: apart.at(now[-1]), journal=journal)
+        return
+    found, file = judge(subject, dtype, args.seeds, given, journal), apart.folder / "found"
+    file.write_text(json.dumps(found, allow_nan=False))
+    off = [row["case"] for row in found["failures"] if row["kind"] not in LOST]
+    if off and subject.removesuffix(FORWARD) in LIBRARIES and not found["smallest"]:  # the full level shrinks it
+        found["smallest"] = check.kernel(mechanism, fn, **own | {"level": "full"}, only=off[0]).reproduction
+        file.write_text(json.dumps(found, allow_nan=False))
 
 
-def chosen(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """The checks that are asked for, the longest first: subject, dtype, level."""
+def chosen(args: argparse.Namespace, known: dict[tuple, dict]) -> list[Check]:
+    """The checks that are asked for, with the rows of cases that were called before."""
     there = [s for s in LIBRARIES if args.device.split(":")[0] in libraries.FUNCTIONS[s].devices]
     subjects = there if args.libraries else [s for s in SUBJECTS if s in there or s not in LIBRARIES]
-    checks = [
-        (s, dtype, level)
-        for s in subjects
-        if fnmatch(s, args.only or "*")
-        for dtype in args.dtypes
-        if s not in LIBRARIES or claimed(s, dtype)
-        for level in args.levels
-    ]
-    return sorted(checks, key=lambda check: check[2] == "quick")
-
-
-def records(check: tuple[str, str, str], args: argparse.Namespace) -> list[dict]:
-    """The record of a check; if a library refuses all, perhaps for its backward pass, one of the forward pass too."""
-    subject, *how = check
-    found = [apart(subject, *how, args)]
-    if subject in LIBRARIES and found[0].get("worst") == {}:
-        found.append(apart(subject + FORWARD, *how, args))
-    return found
+    unfinished = [row.name for row in rows() if not row.finished]
+    seconds, checks = {}, []
+    for r in known.values():
+        seconds[r["subject"]] = max(seconds.get(r["subject"], 0.0), r["seconds"])
+    for s, dtype, level in itertools.product(subjects, args.dtypes, args.levels):
+        asked = fnmatch(s, args.only or "*") and (s not in LIBRARIES or claimed(s, dtype))
+        if asked and (not args.unfinished or f"{s} {dtype}" in unfinished):
+            before = known.get((s, dtype, level, args.seeds), {})
+            kept = json.loads(before.get("rows", "{}")) if before.get("device") == args.device else {}
+            checks.append(Check(s, dtype, level, kept, before["seconds"] if kept else 0.0, seconds.get(s, 0.0)))
+    return checks
 
 
 def main() -> None:
@@ -284,28 +278,52 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     environment = results.environment(gpu, PEERS)
     environment["float32_products"] = os.environ["TRITON_F32_DEFAULT"]
-    args.commit = environment["commit"]
+    args.commit, args.triton = environment["commit"], environment["triton"]
     print(json.dumps(environment), flush=True)
-    path, checks = args.out or results.file(f"{gpu} check"), chosen(args)
-    args.alone = len(checks) == 1  # else others ran beside each, and its seconds are theirs too
+    standing = results.file(f"{gpu} check")
+    path = args.out or standing
+    known = {tuple(r.get(n) for n in KEY): r for p in (standing, path) for r in results.read(p, "checks")}
+    checks = chosen(args, known)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("check_peers: stopped"))
+    waiting: dict[Future, Check] = {}
+
+    def start(*checks: Check) -> None:
+        """The checks take turns, the longest first, so that a share finds what the one before it had compiled."""
+        todo = []
+        for it in checks:
+            names = [case.name for case in it.cases()]
+            shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)] or [[]]
+            it.shares = len(shares)
+            todo += [(n, -it.expected, it, some) for n, some in enumerate(shares)]
+        for *_, it, some in sorted(todo, key=lambda share: share[:2]):
+            waiting[pool.submit(it.share, some, args)] = it
+
+    def note(it: Check, found: dict | None) -> None:
+        if not it.rows:
+            return print(f"{it.subject} {it.dtype} {it.level}: {it.message or 'not begun'}", flush=True)
+        record = it.record(found, args)
+        print(line(record), flush=True)
+        results.merge(path, environment, "checks", [record], KEY)
+
+    end = time.monotonic() + (args.seconds_in_all or math.inf)
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {pool.submit(records, check, args): check for check in checks}
         try:
-            for done in as_completed(list(waiting), args.seconds_in_all):
-                del waiting[done]
-                for record in done.result():
-                    print(line(record), flush=True)
-                made = [r | {"triton": environment["triton"]} for r in done.result()]
-                results.merge(path, environment, "checks", made, KEY)
-        except TimeoutError:
-            print(f"not done after {args.seconds_in_all:.0f} s in all:")
+            start(*checks)
+            while waiting and (left := end - time.monotonic()) > 0:
+                done, _ = wait(waiting, None if left == math.inf else left, FIRST_COMPLETED)
+                for future in done:
+                    it, found = waiting.pop(future), future.result()
+                    if found or (not it.shares and it.message):
+                        note(it, found)
+                    if found and it.subject in LIBRARIES and found["worst"] == {}:  # perhaps for its backward pass
+                        start(Check(it.subject + FORWARD, it.dtype, it.level))
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            STOPPED.set()
             for process in list(RUNNING):
                 process.kill()
-            for check in waiting.values():
-                print("  not done:", *check, flush=True)
+            pool.shutdown(cancel_futures=True)
+            for it in dict.fromkeys(waiting.values()):
+                note(it, next((f.result() for f, of in waiting.items() if of is it and not f.cancelled()), None))
     print(f"results: {path}")
 
 

@@ -2,18 +2,20 @@
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from cases import in_process
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import check_peers
 import compile_peers
+import fla_tests
 import run
 import suites
 import timing
@@ -21,6 +23,7 @@ import versions
 from contenders import CONTENDERS
 
 from gla_ref import FORMS, results
+from gla_ref.book import who_passes
 from gla_ref.check import MECHANISMS, oracle
 from gla_ref.check._emulate import Attend
 from gla_ref.check._examine import Examiner
@@ -137,23 +140,20 @@ def wrong_library(monkeypatch):
 def test_a_checked_peer_is_recorded_and_its_failure_runs_again(monkeypatch, capsys):
     wrong_library(monkeypatch)
     options = {"device": "cpu", "level": "quick", "only": "length 1"}
-    found = check_peers.judge("fla.chunk_gla", "fp32", 3, options, None)
+    found = check_peers.judge("fla.chunk_gla", "fp32", 3, options)
     json.dumps(found, allow_nan=False)
     assert found["ok"] is False and found["cases"] == 1 and found["worst"]["o"] > 1
     first = found["failures"][0]
     assert (first["case"], first["quantity"]) == ("length 1", "o") and first["where"]["t"] == 0
-    exec(found["reproduction"], {})
+    record = found | {"device": "cpu"}
+    exec(who_passes._lines(who_passes.Row("fla.chunk_gla", "fp32", "CPU", record)), {})
     printed = capsys.readouterr().out
     assert "gla on cpu in float32, quick, seed 0: WRONG" in printed and "length 1" in printed
     assert {"fla.chunk_gla", "gla.triton", "simple_gla.triton"} <= set(check_peers.SUBJECTS)
     assert check_peers.kernel("gla.triton")[0] == "gla"
 
 
-def test_every_case_belongs_to_a_group_and_is_counted_there(monkeypatch):
-    for mechanism in check_peers.check.MECHANISMS:
-        for case in check_peers.check.cases(mechanism):
-            assert check_peers.group(case.name), f"{mechanism}: {case.name}"
-
+def test_a_wrong_number_comes_before_a_refusal(monkeypatch):
     def picky(q, k, v, g, *, scale=None, initial_state=None, cu_seqlens=None):
         if scale is not None:
             raise ValueError("scale: expected None")
@@ -163,14 +163,11 @@ def test_every_case_belongs_to_a_group_and_is_counted_there(monkeypatch):
         return FORMS["gla"]["chunkwise"](q, k, v, g, **options)
 
     monkeypatch.setattr(Examiner, "explain", lambda *_: [])
-    report = check_peers.check.kernel("gla", picky, only=("packed", "packed with *"))
-    counts = check_peers.tally(report)["packed"]
-    assert counts["tried"] == len(report.cases) == counts["wrong"] + counts["refused"] and counts["refused"] == 1
     monkeypatch.setitem(FORMS["gla"], "own", picky)
     only = "scale given", "packed with other boundaries"
-    found = check_peers.judge("gla.own", "fp32", 1, {"device": "cpu", "level": "quick", "only": only}, None)
+    found = check_peers.judge("gla.own", "fp32", 1, {"device": "cpu", "level": "quick", "only": only})
     kinds = [failure["kind"] for failure in found["failures"]]
-    assert kinds[0] == "error" and kinds[-1] == "raises" and "only='packed" in found["reproduction"]
+    assert kinds[0] == "error" and kinds[-1] == "raises"
 
 
 def test_a_kernel_is_checked_on_several_seeds_up_to_the_first_failure(monkeypatch):
@@ -191,60 +188,70 @@ def test_a_kernel_is_checked_on_several_seeds_up_to_the_first_failure(monkeypatc
     monkeypatch.setattr(check_peers.check, "kernel", counted)
     monkeypatch.setitem(FORMS["gla"], "own", only_without_gradients)
     options = {"device": "cpu", "level": "quick", "only": "length 7"}
-    found = check_peers.judge("gla.own forward", "fp32", 3, options, None)
+    found = check_peers.judge("gla.own forward", "fp32", 3, options)
     assert found["ok"] and found["cases"] == 3 and asked == [0, 1, 2] and "dq" in found["not_covered"]
     later = 1
-    found = check_peers.judge("gla.own forward", "fp32", 3, options, None)
+    found = check_peers.judge("gla.own forward", "fp32", 3, options)
     assert not found["ok"] and found["cases"] == 2 and asked[3:] == [0, 1]
-    assert "forward_only=True" in found["reproduction"] and "seed=1" in found["reproduction"]
 
 
-CHILDREN = {  # what a process makes of it: message, verdict
-    'pathlib.Path(out).write_text(\'{"ok": true, "worst": {}}\')': (None, True),
-    "print('no memory'); sys.exit(3)": ("exit status 3: no memory", None),
-    "print('0 9 length 1', flush=True); time.sleep(60)": ("not done after 2 s: 0 9 length 1", None),
+CALLS = """
+import json, os, pathlib, signal, sys, time
+folder = pathlib.Path(os.environ["GLA_REF_CHILD"])
+names = json.loads((folder / "cases").read_text())
+kept = (folder / "rows").read_text() if (folder / "rows").exists() else ""
+for name in names or ():
+    if json.dumps(name) not in kept:
+        (folder / "place").write_text(name)
+        {body}
+        row = dict(case=name, quantity="o", status="passed", error=1e-9, budget=1e-6)
+        with open(folder / "rows", "a") as file:
+            file.write(json.dumps([name, [row]]) + chr(10))
+if names is None:
+    (folder / "found").write_text(json.dumps(dict(ok="breaks" not in kept, worst=dict(o=1), rows_were=kept)))
+"""
+BODIES = {  # what a process does in the first case that it has not called: verdict, message, cases with rows
+    "pass": (True, None, 3),
+    "if name == names[1]: os.kill(os.getpid(), signal.SIGABRT)": (False, None, 3),
+    "if name == names[1]: print('no memory'); sys.exit(3)": (None, "exit status 3: no memory", 1),
+    "if name == names[2]: time.sleep(60)": (None, "not done after 1 s: ", 2),
 }
 
 
-@pytest.mark.parametrize("body", CHILDREN)
-def test_a_check_apart(tmp_path, monkeypatch, body):
-    child, (message, ok) = tmp_path / "child.py", CHILDREN[body]
-    child.write_text(f"import pathlib, sys, time\nout = sys.argv[sys.argv.index('--out') + 1]\n{body}\n")
+@pytest.mark.parametrize("body", BODIES)
+def test_a_check_in_processes_goes_on_with_the_cases_that_are_left(tmp_path, monkeypatch, body):
+    child, (ok, message, cases) = tmp_path / "child.py", BODIES[body]
+    child.write_text(CALLS.format(body=body))
     monkeypatch.setattr(check_peers, "__file__", str(child))
-    args = argparse.Namespace(seeds=1, alone=True, commit="c", device="cpu", seconds=2.0)
-    record = check_peers.apart("fla.chunk_gla", "bf16", "quick", args)
-    assert (record["message"], record["ok"]) == (message, ok)
-    assert ok or "none" in check_peers.line(record)
+    args = argparse.Namespace(seeds=1, commit="c", triton="3", device="cpu", seconds=1.0)
+    it = check_peers.Check("fla.chunk_gla", "bf16", "quick", shares=1)
+    names = [case.name for case in it.cases()][:3]
+    record = it.record(it.share(names, args), args)
+    assert (record["message"], record["ok"], len(it.rows)) == (message, ok, cases)
+    assert ok is not None or "none" in check_peers.line(record)
+    if body.endswith("SIGABRT)"):
+        assert '"message": "ended by SIGABRT", "kind": "breaks"' in record["rows_were"]
     path = tmp_path / "gpu-check.json"
     for seconds in (1.0, 2.0):
-        found = [record | {"seconds": seconds}]
-        results.merge(path, {"gpu": "X"}, "checks", found, check_peers.KEY)
-    assert [r["seconds"] for r in json.loads(path.read_text())["checks"]] == [2.0]
+        results.merge(path, {"gpu": "X"}, "checks", [record | {"seconds": seconds}], check_peers.KEY)
+    (read,) = json.loads(path.read_text())["checks"]
+    assert read["seconds"] == 2.0
+    if ok is None:  # the next call knows the rows, and has the other cases left
+        assert (read["cases"], read["of"]) == (cases, cases + len(it.cases()))
+        args = argparse.Namespace(device="cpu", only="fla.chunk_gla", dtypes=["bf16"], levels=["quick"], seeds=1)
+        args.libraries = args.unfinished = False
+        monkeypatch.setattr(check_peers, "SUBJECTS", ["fla.chunk_gla"])
+        monkeypatch.setattr(check_peers, "LIBRARIES", [])
+        (again,) = check_peers.chosen(args, {tuple(read[n] for n in check_peers.KEY): read})
+        assert again.rows == it.rows and again.seconds == 2.0
 
 
-def test_peers_are_not_searched_and_compilers_are_timed(tmp_path):
-    code = """
-import time
-from concurrent.futures import ThreadPoolExecutor
-import check_peers, triton
-from triton.runtime.jit import JITFunction
-JITFunction._do_compile = lambda self, x: time.sleep(0.3) or x
-spent = check_peers.prepare_triton()
-
-@triton.autotune(configs=[triton.Config({}, num_warps=n) for n in (2, 4)], key=[])
-@triton.jit
-def kernel(x):
-    pass
-
-assert [c.num_warps for c in kernel.configs] == [2]
-assert kernel.fn._do_compile(3) == 3 and len(spent) == 1
-with ThreadPoolExecutor() as pool:  # side by side: 0.3 s, not 0.6
-    list(pool.map(kernel.fn._do_compile, (1, 2)))
-assert 0.6 <= sum(spent) < 0.85, spent
-"""
-    pytest.importorskip("triton", reason="Triton exists for Linux only")
-    (tmp_path / "program.py").write_text(code)  # Triton reads a kernel's source
-    in_process(tmp_path / "program.py")
+def test_peers_are_not_searched(monkeypatch):
+    triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
+    monkeypatch.setattr(triton.runtime.Autotuner, "__init__", triton.runtime.Autotuner.__init__)  # put back
+    check_peers.one_configuration()
+    config = [triton.Config({}, num_warps=n) for n in (2, 4)]
+    assert [c.num_warps for c in triton.autotune(config, key=[])(triton.jit(wrong_library)).configs] == [2]
 
 
 def test_peers_configurations_are_shared_out(monkeypatch):
@@ -295,3 +302,25 @@ def test_new_tests_of_a_version_replace_those_of_the_same_files():
     old = {"tests": {"a.py b.py": 1, "c.py": 2}, "stress": True}
     assert versions.update(old, {"tests": {"b.py": 3}}) == {"tests": {"c.py": 2, "b.py": 3}, "stress": True}
     assert versions.update(old, {"stress": False}) == {**old, "stress": False}
+
+
+@pytest.mark.deep
+def test_the_tests_of_a_library_are_counted_once_over_several_calls(tmp_path):
+    """A library without functions to replace, and tests of which a first call has run some."""
+    files = {f"tests/ops/test_{suite}.py": "" for suite in fla_tests.SUITES}
+    files |= {"lib/fla/__init__.py": "", "lib/fla/ops/__init__.py": ""}
+    files["tests/ops/test_gla.py"] = "def test_right(): pass\ndef test_wrong(): assert 0, 'off\\nby 1'\n"
+    files["tests/ops/test_kda.py"] = "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, fla_tests.__file__, str(tmp_path), "--jobs", "0", "--commit", "c0ffee"]
+    command += ["--reports", str(tmp_path / "reports"), "--out", str(tmp_path / "out.json")]
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "lib")}
+    for picked, status in ((["-k", "right"], 0), ([], 1), ([], 1)):
+        assert subprocess.run([*command, *picked], env=env, capture_output=True).returncode == status
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert len((tmp_path / "reports").read_text().splitlines()) == 3 and data["environment"]["tests_of_fla"] == "c0ffee"
+    gla, *_, kda = data["fla_tests"]
+    assert (gla["passed"], gla["failed"], gla["skipped"], kda["skips"]) == (1, 1, 0, {"no GPU": 1})
+    assert gla["failures"] == [{"test": "tests/ops/test_gla.py::test_wrong", "said": "AssertionError: off"}]

@@ -250,14 +250,17 @@ REFUSED = [
     ("chunk_simple_gla", {"cu_seqlens_cpu": CU}, "the boundaries"),
     ("chunk_linear_attn", {"initial_state": S_AND_z}, r".*z as \[N, 1, H, K\], got \[2, 3, 5\]"),
     ("chunk_gla", {"initial_state": torch.zeros(2, 3, 7, 5)}, "shape"),
-    ("chunk_gated_delta_rule", {"A_log": torch.zeros(6)}, ""),
+    ("chunk_simple_gla", {"transpose_state_layout": True, "state_v_first": True}, "no older name beside state_v_first"),
+    ("chunk_kda", {"transpose_state_layout": True, "state_v_first": True}, "no older name beside state_v_first"),
     ("chunk_gated_delta_rule", {"A_log": None, "use_gate_in_kernel": True}, ""),
     ("chunk_gated_delta_rule", {"cp_context": "ranks"}, ""),
     ("chunk_gated_delta_rule", {"allow_neg_eigval": True}, ""),
     ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(2, 9, 6, 7)}, ""),
-    ("fused_recurrent_gated_delta_rule", {"dt_bias": torch.zeros(6)}, ""),
-    *[("chunk_kda", {n: 1}, "") for n in ("return_intermediate_states", "use_graph", "max_num_seqs", "cp_context")],
-    ("chunk_kda", {"lower_bound": None, "safe_gate": True, "use_gate_in_kernel": True, "A_log": torch.zeros(6)}, ""),
+    *[("chunk_kda", {n: 1}, "") for n in ("use_graph", "max_num_seqs", "cp_context")],
+    *[
+        ("chunk_kda", {"lower_bound": x, "safe_gate": True, "use_gate_in_kernel": True, "A_log": torch.zeros(6)}, "")
+        for x in (None, -6.0)
+    ],
     ("fused_recurrent_kda", {"lower_bound": 5.0, "use_gate_in_kernel": True}, ""),
     ("fused_recurrent_kda", {"A_log": None, "use_gate_in_kernel": True}, ""),
 ]
@@ -295,6 +298,67 @@ def test_gates_from_their_inputs(name, bound, bias):
     leaves = [x, *given.values()]
     pairs = (torch.autograd.grad(y.sum(), leaves, retain_graph=True) for y in (o, right))
     assert all(torch.equal(a, b) and a.abs().max() > 0 for a, b in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize("name, sizes", [("chunk_delta_rule", (16, 32, 64)), ("chunk_kda", (32, 64))])
+def test_chunk_sizes_that_fla_refuses_are_refused_in_its_words(name, sizes):
+    (q, k, v), g, beta, _ = delta_tensors(name)
+    given = (q, k, v, g, beta) if name == "chunk_kda" else (q, k, v[:, :, ::2], beta[:, :, ::2])
+    for size in sizes:
+        getattr(fla, name)(*given, chunk_size=size)
+    with pytest.raises(ValueError, match=f"^`chunk_size` must be either {' or '.join(map(str, sizes))}, got 8"):
+        getattr(fla, name)(*given, chunk_size=8)
+
+
+@pytest.mark.parametrize("name", ["fused_recurrent_gla", "chunk_linear_attn", "fused_recurrent_gated_delta_rule"])
+def test_what_differs_in_dtype_is_widened_and_loses_nothing(name):
+    """States of 16 bits, v of 16 bits beside q and k of 32, and strengths from logits of 16."""
+    if name in GATED:
+        (q, k, v), g, beta, S = delta_tensors()
+        gates, half = {"g": g, "A_log": g[0, 0]}, beta.logit().half()  # without use_gate_in_kernel nothing reads A_log
+        gates |= {"beta": half, "use_beta_sigmoid_in_kernel": True}
+        wide = {"g": g, "beta": half.float().sigmoid()}
+    else:
+        (q, k, v), g, S = tensors("vector")
+        wide = gates = {} if "linear" in name else {"gk": g}
+    q, k, S = (q.exp(), k.exp(), (S.half(), S[..., 0].abs().half()[:, None])) if "linear" in name else (q, k, S.half())
+    fn, v = getattr(fla, name), v.half()
+    o, after = fn(q, k, v, **gates, initial_state=S, output_final_state=True)
+    S = tuple(x.float() for x in S) if isinstance(S, tuple) else S.float()
+    right = fn(q, k, v.float(), **wide, initial_state=S, output_final_state=True)
+    assert o.dtype == (torch.float16 if name in GATED else torch.float32)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(quantities((o, after)), quantities(right), strict=True))
+
+
+def test_keys_wider_than_our_kernels_take_go_in_parts():
+    rng = torch.Generator().manual_seed(0)
+    q, k, g = torch.randn(3, 1, 3, 1, 260, generator=rng)
+    v, S, g = torch.randn(1, 3, 1, 7, generator=rng), torch.randn(1, 1, 260, 7, generator=rng), g.sigmoid().log()
+    named = {"initial_state": S, "output_final_state": True}
+    close(fla.chunk_gla(q, k, v, g, **named), gla, q, k, v, g, initial_state=S)
+    found = fla.fused_recurrent_simple_gla(q, k, v, g[..., 0], scale=0.5, **named)
+    close(found, simple_gla, q, k, v, g[..., 0], scale=0.5, initial_state=S)
+    with pytest.raises(ValueError, match="^q: expected K of at most 256, got 260"):
+        fla.fused_recurrent_kda(q, k, v, g, g[..., 0].exp())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_inside_a_text_are_those_of_shorter_texts(packed):
+    (q, k, v), g, S = tensors("vector", T=70, N=3 if packed else 2)
+    beta, ends = g[..., 0].exp(), [0, 3, 3, 70] if packed else [0, 70]  # an empty text
+    cu = {"cu_seqlens": torch.tensor(ends)} if packed else {}
+    options = {"initial_state": S.mT, "output_final_state": True, "state_v_first": True} | cu
+    o, after, states = fla.chunk_kda(q, k, v, g, beta, return_intermediate_states=True, **options)
+    whole = fla.chunk_kda(q, k, v, g, beta, **options)
+    assert torch.equal(o, whole[0]) and torch.equal(after, whole[1])
+    starts = [(0, 0), (3, 2), (67, 2)] if packed else [(0, 0), (64, 0)]  # chunks' first tokens, and their texts
+    assert states.shape == (1 if packed else 2, len(starts), 3, 7, 5)
+    for n, (t, text) in enumerate(starts):
+        S_n = S[text : text + 1] if packed else S
+        if t > ends[text]:
+            part = (x[:, ends[text] : t] for x in (q, k, v, g, beta))
+            _, S_n = fla.chunk_kda(*part, initial_state=S_n, output_final_state=True)
+        assert torch.equal(states[:, n], S_n.mT)
 
 
 def test_unknown_arguments_are_errors():
@@ -374,6 +438,7 @@ def test_their_layers_call_our_kernels(library, monkeypatch):
     def layer(name):
         module = types.ModuleType(f"fla.layers.{name}")
         module.chunk_gla, module.chunk_linear_attn = ops.chunk_gla, len  # somebody else's function of that name
+        module.attend = ops.chunk_gla  # another name
         monkeypatch.setitem(sys.modules, module.__name__, module)
         return module
 
@@ -381,6 +446,7 @@ def test_their_layers_call_our_kernels(library, monkeypatch):
     with fla.install():
         late = layer("late")
         assert early.chunk_gla is late.chunk_gla is fla.chunk_gla and early.chunk_linear_attn is len
+        assert early.attend is late.attend is fla.chunk_gla
         with fla.install("chunk_gla"):
             pass
         assert ops.chunk_gla is fla.chunk_gla, "what was installed around it stays"

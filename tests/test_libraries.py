@@ -90,44 +90,86 @@ def test_what_a_library_does_not_group_is_not_claimed(own):
 def test_every_function_has_a_row_in_who_passes(recorded, monkeypatch):
     monkeypatch.setattr(results, "load", functools.cache(results.load) if recorded else lambda *a, **k: None)
     rows = who_passes.rows()
-    assert list(dict.fromkeys(row.function for row in rows)) == list(libraries.FUNCTIONS)
-    table, tables = who_passes.matrix(rows).replace("<wbr>", ""), who_passes.refusals(rows) + who_passes.wrong(rows)
+    wanted = [(f, d) for f in libraries.FUNCTIONS for d in ("bf16", "fp32") if who_passes.claimed(f, d)]
+    assert [(row.function, row.dtype) for row in rows] == wanted
+    table, folds, refused = (make(rows) for make in (who_passes.matrix, who_passes.details, who_passes.refusals))
     for row in rows:
-        assert f">{row.name}</th>" in table and (row.verdict in ("right", "none")) == (f">{row.name}<" not in tables)
-    assert table.count("no verdict: ") == sum(row.verdict == "none" for row in rows), "each of them says why"
-    assert {name for names in who_passes.verdicts(rows).values() for name in names} == {row.name for row in rows}
+        assert f">{row.function}</th>" in table.replace("<wbr>", "") and f"<td>{row.name}" in who_passes.runs(rows)
+        found = {row.verdict("forward"), row.verdict("backward")}
+        assert (f"<b>{row.name}</b>" in folds) == bool(found & {*who_passes.WRONG})
+        assert "refuses" not in found or f">{row.name}<" in refused
+    none = [row for row in rows for way in ("forward", "backward") if row.verdict(way) == "no verdict"]
+    assert table.count("no verdict; cases: ") == len(none), "each of them says why"
+    assert sum(map(len, who_passes.verdicts(rows, "forward").values())) == len(rows)
 
 
-def test_a_refusal_is_no_wrong_number_in_who_passes():
-    refused = {"case": "a", "kind": "raises", "message": "AssertionError: scale must be positive (f, line 3 of x.py)"}
-    off = {"case": "b", "quantity": "o", "kind": "error", "error": 3e-5, "budget": 2e-5}
-    record = {"ok": False, "cases": 3, "failures": [refused, off], "diagnosis": [], "not_covered": {"dq": 2}}
-    record |= {"smallest": "check.Case(T=3, K=1, V=2, gate='-1')", "reproduction": "check.kernel(only='a')"}
-    row = who_passes.Row("fla.chunk_gla", "fla.chunk_gla fp32", {"environment": {"gpu": "CPU"}}, record)
-    assert row.counts == (3, 1, 1) and row.right == 1
-    assert row.worst == 1.5 and who_passes.verdicts([row])["wrong"] == ["fla.chunk_gla fp32"]
-    assert "<li>a scale of 0 or less: <code>fla.chunk_gla fp32</code> (1 of 3 cases)</li>" in who_passes.refusals([row])
-    assert "the kit&#x27;s “b”" in who_passes.details([row])
-    assert "only=&#x27;b&#x27;" in who_passes.details([row]), "the shrunken case fails as the first failure does"
-    record["failures"].reverse()
-    assert "check.Case(T=3" in (said := who_passes.details([row])) and "T 3, K 1, V 2, gates -1" in said
-    assert "<td>CPU and CPU</td>" in who_passes.wrong([row, row]), "one row for a check, however many machines ran it"
-    assert "<td>b</td><td>o</td><td>3.0e-05</td><td>2.0e-05</td><td>1.5</td>" in who_passes.wrong([row])
-    record["failures"] += [refused | {"case": x, "message": "K >= 16"} for x in "ac"]
-    assert row.counts == (1, 1, 0) and row.verdict == "none", "today's claim excludes the sizes of two cases of three"
-    record["failures"].append({"case": "b", "quantity": "o", "kind": "not finite", "error": "nan", "budget": 1.0})
-    assert row.worst == float("inf") and "<td>not finite</td>" in who_passes.wrong([row])
+def row(ok, *failures, **more):
+    """A row of the page, by its record's failures."""
+    record = {
+        "ok": ok,
+        "cases": 3,
+        "of": 9,
+        "failures": [*failures],
+        "not_covered": {"dq": 1, "scale": 1},
+        "worst": {"o": 1},
+    }
+    record |= {"smallest": "check.Case(T=3, K=1, V=2, gate='-1')", "device": "cpu"} | more
+    return who_passes.Row("fla.chunk_gla", "fp32", "NVIDIA X", record)
 
 
-def test_who_passes_names_every_refusal_and_the_sizes_that_are_refused():
-    """A refusal that the page calls one of sizes comes from them: the cases of all other sizes are not refused."""
-    refused = {"K or V no multiple of 8": lambda n: n % 8, "K or V below 16": lambda n: n < 16}
-    refused["K or V odd"] = lambda n: n % 2
-    for row in who_passes.rows():
-        cases = {case.name: case for case in check.cases(libraries.FUNCTIONS[row.function].mechanism)}
-        for failure in (row.record or {}).get("failures", ()):
-            if failure["kind"] in who_passes.NO_NUMBER:
-                reasons = [why for part, why in who_passes.REASONS.items() if part in failure["message"]]
-                assert reasons, f"{row.name}: {failure['message']}"
-                if reasons[0] in refused and (case := cases.get(failure["case"])):
-                    assert any(map(refused[reasons[0]], (case.K, case.V))), f"{row.name}: {case}"
+def failure(case, kind, quantity="call", message="", **error):
+    return {"case": case, "quantity": quantity, "kind": kind, "message": message} | error
+
+
+REFUSED = failure("a", "raises", message="AssertionError: scale must be positive (f, line 3 of x.py)")
+OFF = failure("b", "error", "dg", error=3e-5, budget=2e-5)
+NAN = failure("b", "not finite", "dq", error="nan", budget=1.0)
+BROKE = failure(
+    "c", "breaks", message="CUDA error: misaligned address (in the backward pass); after that, nothing runs"
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "forward", "backward", "cells"),
+    [
+        (row(True), "right", "right", {"✓"}),
+        (row(True, not_covered={"dq": 3}), "right", "no gradient", {"–"}),
+        (row(False, REFUSED, OFF), "refuses", "wrong", {"refuses 1/3", "wrong 1/3, 2×"}),
+        (row(False, OFF, NAN, REFUSED), "refuses", "NaN", {"NaN 1/3"}),
+        (row(False, NAN, BROKE), "right", "breaks", {"<b>breaks</b> 1/3<br>NaN 1/3"}),
+        (row(False, BROKE | {"message": "(in the call)"}), "breaks", "right", {"<b>breaks</b> 1/3"}),
+        (row(False, failure("a", "hangs")), "breaks", "right", {"<b>breaks</b> 1/3"}),
+        (row(None), "no verdict", "no verdict", {"…", "cases: 3/9"}),
+        (row(None, OFF, REFUSED), "no verdict", "wrong", {"cases: 3/9", "wrong 1/3, 2×"}),
+        (who_passes.Row("fla.chunk_gla", "fp32"), "no verdict", "no verdict", {"…", "cases: not run"}),
+    ],
+)
+def test_a_verdict_of_each_direction(found, forward, backward, cells):
+    assert (found.verdict("forward"), found.verdict("backward")) == (forward, backward)
+    assert all(cell in who_passes.matrix([found]) for cell in cells)
+
+
+def test_who_passes_shows_what_a_failing_check_was_run_on():
+    found = row(False, REFUSED, OFF)
+    said = "<li>a scale of 0 or less: <code>fla.chunk_gla fp32</code> (1 of 3 cases)</li>"
+    assert said in who_passes.refusals([found])
+    assert "only=&quot;b&quot;" in who_passes.details([found]), "the shrunken case fails as the first failure does"
+    assert "the kit&#x27;s “b”" in who_passes.details([found])
+    found = who_passes.details([row(False, OFF, REFUSED, BROKE)])
+    assert "check.Case(T=3" in found and "T 3, K 1, V 2, gates -1" in found
+    assert "<li>breaks: c</li><li>wrong in dg, by up to 1.5 budgets: b</li>" in found
+    assert found.index("# breaks the process:") < found.index("only=&quot;c&quot;")
+
+
+def test_a_check_that_gives_nothing_refuses_its_dtype():
+    found = row(False, failure("a", "raises", message="No available kernel."), worst={})
+    assert "<li>all tokens in float32: " in who_passes.refusals([found])
+    found = row(True)._replace(whole=row(False, failure("a", "raises", message="Backward pass")).record)
+    assert found.verdict("backward") == "refuses" and "<li>any gradient: " in who_passes.refusals([found])
+
+
+def test_who_passes_names_every_refusal():
+    for found in who_passes.rows():
+        cases = {case.name: case for case in check.cases(libraries.FUNCTIONS[found.function].mechanism)}
+        assert "for another reason" not in found.refused, found.name
+        assert all(cases[name].T == 1 for name in found.refused.get("a single query token", ()))

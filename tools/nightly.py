@@ -118,6 +118,7 @@ PROGRAMS = {
     "checks": "benchmarks/check_peers.py",
     "scaling": "benchmarks/scaling.py",
     "versions": "benchmarks/versions.py",
+    "fla_tests": "benchmarks/fla_tests.py",
     "stress": "tools/stress_gpu.py",
     "launches": "tools/compile_kernels.py",
     "museum": "python -m gla_ref check --museum",

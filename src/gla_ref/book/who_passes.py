@@ -1,7 +1,7 @@
 """The tables of appendix "Who passes": other libraries' functions under the check kit's cases.
 
-Every function of ``gla_ref.compat.libraries.FUNCTIONS`` has a row for each of its records, and one that says so if
-it has none.
+Every function of ``gla_ref.compat.libraries.FUNCTIONS`` has a row in each dtype that its library claims, also where it
+was not run.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import NamedTuple
 from .. import results
 from ..compat.libraries import FUNCTIONS
 
-__all__ = ["NO_NUMBER", "Row", "claimed", "claims", "details", "matrix", "refusals", "rows", "verdicts", "wrong"]
+__all__ = ["WRONG", "Row", "claimed", "claims", "details", "family", "matrix", "refusals", "rows", "runs", "verdicts"]
 
-NO_NUMBER = {"raises", "none", "type", "shape", "dtype", "device"}  # kinds of failures without a number to judge
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+# of a direction, the worst first
+VERDICTS = "breaks", "NaN", "wrong", "refuses", "right", "no gradient", "no verdict"
+WRONG = VERDICTS[:3]
+BREAKS = {"breaks", "hangs"}  # kinds of failures after which the process is lost
+REFUSES = {"raises", "none", "type", "shape", "dtype", "device"}  # without a number to judge
 REASONS = {  # what a function refuses, by a part of its message
-    "No available kernel": "K or V no multiple of 8",
-    "K >= 16": "K or V below 16",
-    "requires even K and V": "K or V odd",
+    "No available kernel": "a single query token",
     "shared memory": "wide heads",
     "Backward pass": "any gradient",
     "scale must be positive": "a scale of 0 or less",
@@ -27,169 +30,193 @@ REASONS = {  # what a function refuses, by a part of its message
     "not correctly aligned": "tensors at addresses off 16 bytes",
     "'NoneType' object": "gradients where the state needs none",
 }
-SIZES = "K or V"  # how a reason begins that today's claims exclude; a record may be older than the claim
-
+FAMILIES = {"torch": "PyTorch's attention", "transformers": "references", "fla.naive": "references"}
+FAMILIES |= {"fla.delta_rule": "references", "fla": "fla's kernels"}
 QUANTITY = re.compile(r"o|S|d\w+|[kv]_cache")  # what may be missing of a case that was judged
 
 
 class Row(NamedTuple):
-    """A record of one function, or the lack of one."""
+    """A check: one function in one dtype, and its record, if there is one.
+
+    Where it refuses every gradient, the `record` is of its forward pass, and `whole` the one with gradients.
+    """
 
     function: str  # a key of FUNCTIONS
-    name: str  # the function and how it was called
-    data: dict | None  # the file of the record
-    record: dict | None
+    dtype: str
+    gpu: str = ""
+    record: dict | None = None
+    whole: dict | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.function} {self.dtype}"
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.record) and self.record["ok"] is not None
+
+    @property
+    def failures(self) -> list[dict]:
+        return (self.record or {}).get("failures", [])
+
+    @property
+    def left(self) -> int:
+        """The number of cases that were left out, because the function lacks an argument or cannot take an input."""
+        lacks = (self.record or {}).get("not_covered", {})
+        return sum(n for name, n in lacks.items() if not QUANTITY.fullmatch(name))
+
+    @property
+    def state(self) -> str:
+        """How many cases were called; of a check that has not finished, also of how many, or why none."""
+        r = self.record or {"ok": None, "message": "not run"}
+        if r["ok"] is not None:
+            return str(r["cases"])
+        return f"{r['cases']}/{r['of']}" if "of" in r else r["message"].split(":")[0]
+
+    def worst(self, direction: str) -> dict[str, str]:
+        """Each case that fails in a direction, and the worst verdict on it."""
+        found = {}
+        for f in self.failures:
+            if _direction(f) == direction:
+                found[f["case"]] = _worst(_verdict(f), found.get(f["case"], "right"))
+        return found
+
+    def verdict(self, direction: str) -> str:
+        """The worst of a direction; of an unfinished check only what the cases called so far cannot take back."""
+        worst = _worst("right", *self.worst(direction).values())
+        if not self.finished and worst not in WRONG:
+            return "no verdict"
+        if direction == "backward" and worst == "right":
+            lacking = self.record["not_covered"].get("dq", 0) + self.left >= self.record["cases"]
+            return "refuses" if self.whole else "no gradient" if lacking else worst
+        return worst
 
     @property
     def refused(self) -> dict[str, set[str]]:
-        """Cases without a number to judge, by the reason."""
-        found = {}
-        for f in (self.record or {}).get("failures", ()):
-            if f["kind"] in NO_NUMBER:
-                reason = next((why for part, why in REASONS.items() if part in f["message"]), "for another reason")
-                found.setdefault(reason, set()).add(f["case"])
+        """Cases that were refused, by the reason."""
+        found, judged = {}, self.whole or self.record or {}
+        for f in judged.get("failures", ()):
+            if _verdict(f) == "refuses":
+                found.setdefault(_reason(f), set()).add(f["case"])
+        if found and self.finished and not self.record["worst"]:  # neither outputs nor gradients were ever given
+            found = {f"all tokens in {DTYPES[self.dtype]}": set().union(*found.values())}
         return found
 
-    @property
-    def unclaimed(self) -> set[str]:
-        """Cases with sizes that the library does not claim, as we found out by them."""
-        return set().union(*(cases for reason, cases in self.refused.items() if reason.startswith(SIZES)))
 
-    @property
-    def counts(self) -> tuple[int, int, int] | None:
-        """Claimed cases that were tried, gave a wrong number, and were refused; None without a report."""
-        r = self.record
-        if r is None or r["ok"] is None:
-            return None
-        wrong = {f["case"] for f in r["failures"] if f["kind"] not in NO_NUMBER}
-        refused = set().union(*self.refused.values()) - wrong
-        return r["cases"] - len(self.unclaimed), len(wrong), len(refused - self.unclaimed)
+def _worst(*verdicts: str) -> str:
+    return min(verdicts, key=VERDICTS.index)
 
-    @property
-    def worst(self) -> float:
-        """The largest error of a wrong number, in budgets; infinity for one that is not finite, 0 without any."""
-        wrong = [f for f in (self.record or {}).get("failures", ()) if f["kind"] not in NO_NUMBER]
-        return max((_budgets(f) for f in wrong), default=0.0)
 
-    @property
-    def right(self) -> int:
-        """How many claimed cases are right, without those left out because the function lacks an argument."""
-        tried, wrong, refused = self.counts
-        left = {name: n for name, n in self.record["not_covered"].items() if not QUANTITY.fullmatch(name)}
-        return tried - wrong - refused - sum(left.values())
+def _verdict(failure: dict) -> str:
+    kind = failure["kind"]
+    return "breaks" if kind in BREAKS else "refuses" if kind in REFUSES else "NaN" if kind == "not finite" else "wrong"
 
-    @property
-    def verdict(self) -> str:
-        """Wrong (a number over its budget or not finite), refuses, right or none, the first that the record has."""
-        if self.counts is None or 2 * len(self.unclaimed) > self.record["cases"]:
-            return "none"
-        return "wrong" if self.worst else "refuses" if self.counts[2] else "right"
+
+def _reason(failure: dict) -> str:
+    return next((why for part, why in REASONS.items() if part in failure["message"]), "for another reason")
+
+
+def _direction(failure: dict) -> str:
+    """A failure's direction; a call that gives nothing says in its message whether its backward pass failed."""
+    what, said = failure["quantity"], failure["message"] + _reason(failure)
+    backward = "backward" in said or "gradient" in said if what == "call" else what[0] == "d"
+    return "backward" if backward else "forward"
 
 
 def _budgets(failure: dict) -> float:
-    """A wrong number's error in budgets; infinity where there is none, because it is not finite."""
-    if failure["kind"] == "not finite" or not failure.get("error"):
+    """A wrong number's error in budgets; infinity where there is none, because it is not finite, or lost."""
+    if _verdict(failure) != "wrong" or not failure.get("error"):
         return float("inf")
     return float(failure["error"]) / failure["budget"]
 
 
 def rows() -> list[Row]:
-    """Return the rows in the order of FUNCTIONS: at least one for each, and for its forward pass if it has no other."""
-    listed, loaded = [], [results.load(gpu, kind="checks") for gpu in ("nvidia", "cpu")]
-    for name in FUNCTIONS:
-        here = [
-            Row(name, _named(r), data, r)
-            for data in loaded
-            for r in (data["checks"] if data else ())
-            if r["subject"].split()[0] == name and claimed(name, r["dtype"])
-        ]
-        names = {row.name for row in here}
-        here = [row for row in here if row.name.replace(" ", " forward ", 1) not in names]
-        listed += sorted(here, key=lambda row: (row.data["environment"]["gpu"] == "CPU", row.name))
-        listed += [] if here else [Row(name, name, None, None)]
+    """Return the rows in the order of FUNCTIONS, by dtype: by the GPU's record, or by the CPU's if there is no other.
+
+    A record that is older than the library's claim, as we know it, does not count.
+    """
+    from ..check._claims import Claim  # imported here, because the kit imports much
+
+    found = {}
+    for data in (results.load(gpu, kind="checks") for gpu in ("cpu", "nvidia")):
+        for r in data["checks"] if data else ():
+            name, *forward = r["subject"].split()
+            key = name, r["dtype"], *forward
+            if name in FUNCTIONS and r["level"] == "quick" and claimed(name, r["dtype"]):
+                current = r["ok"] is not None and r.get("claim") == str(Claim.of(FUNCTIONS[name].supports))
+                if current or (r["ok"] is None and key not in found):
+                    found[key] = data["environment"]["gpu"], r
+    listed = []
+    for name, dtype in ((name, dtype) for name in FUNCTIONS for dtype in DTYPES if claimed(name, dtype)):
+        gpu, record = found.get((name, dtype), ("", None))
+        again, forward = found.get((name, dtype, "forward"), ("", None))
+        refuses = record and record.get("worst") == {} and again == gpu
+        listed.append(Row(name, dtype, gpu, forward if refuses else record, record if refuses else None))
     return listed
 
 
-def _named(record: dict) -> str:
-    """A check's name; one whose gradients are not covered is of the forward pass."""
-    forward = " forward" * ("dq" in (record.get("not_covered") or ()) and "forward" not in record["subject"])
-    return f"{record['subject']}{forward} {record['dtype']}" + " full" * (record["level"] == "full")
-
-
 def claimed(name: str, dtype: str) -> bool:
-    """Return whether the library claims tokens of a dtype for a function; a record may be older than the claim."""
+    """Return whether the library claims tokens of a dtype for a function."""
     supports = FUNCTIONS[name].supports
     return callable(supports) or dtype in supports.get("dtypes", (dtype,))
 
 
-def verdicts(rows: list[Row]) -> dict[str, list[str]]:
-    """Return the rows' names by verdict; a name is a function and a dtype, which two machines may have judged."""
-    by = {kind: {} for kind in ("wrong", "refuses", "right", "none")}
-    for row in rows:
-        by[row.verdict][row.name] = None
-    return {kind: [*names] for kind, names in by.items()}
+def family(row: Row) -> str:
+    """What a row is among: fla's kernels, references in plain PyTorch, or PyTorch's attention."""
+    return next(title for start, title in FAMILIES.items() if row.name.startswith(start))
 
 
-def _cell(counts: dict | None) -> str:
-    """A group's cases, in a few characters."""
-    if counts is None:
-        return '<span title="not claimed">·</span>'
-    tried, wrong, refused = (counts[n] for n in ("tried", "wrong", "refused"))
-    if wrong:
-        return f'<b class="wrong" title="{wrong} of {tried} cases give a wrong number">✗ {wrong} of {tried}</b>'
-    if refused:
-        return f'<span class="refused" title="{refused} of {tried} cases are refused">! {refused} of {tried}</span>'
-    return '<span class="right" title="right in every case that it takes">✓</span>'
+def verdicts(rows: list[Row], *directions: str) -> dict[str, list[Row]]:
+    """Return the rows by the worst verdict of these directions."""
+    worst = [(_worst(*map(row.verdict, directions)), row) for row in rows]
+    return {verdict: [row for found, row in worst if found == verdict] for verdict in VERDICTS}
 
 
 def matrix(rows: list[Row]) -> str:
-    """Return, as HTML, a row for each record: its cases by group, and its seconds.
+    """Return, as HTML, a line for each function: by dtype and direction how it fails, and in how many cases."""
+    sides, lines, by = [(d, way) for d in DTYPES for way in ("forward", "backward")], [], {}
+    for row in rows:
+        by.setdefault(family(row), {}).setdefault(row.function, {})[row.dtype] = row
+    for title, functions in by.items():
+        lines.append(f'<tr><th colspan="{1 + len(sides)}">{escape(title)}</th></tr>')
+        for function, own in functions.items():
+            name = re.sub(r"([._])", r"\1<wbr>", escape(function))  # a phone may break it
+            cells = "".join(f"<td>{_cell(own.get(d), way)}</td>" for d, way in sides)
+            lines.append(f'<tr><th style="min-width: 8rem">{name}</th>{cells}</tr>')
+    return _table(("function", *(f"{DTYPES[d]} {way}" for d, way in sides)), lines)
 
-    A record that lacks counts by group, or refuses most cases, or some for their sizes, has counts in words instead.
-    """
-    groups = list(dict.fromkeys(g for row in rows if row.record for g in row.record.get("groups", ())))
+
+def _cell(row: Row | None, direction: str) -> str:
+    """A direction's verdict in a few characters; what is wrong leads to its place in :func:`details`."""
+    if row is None:
+        return "·"
+    verdict, failing = row.verdict(direction), [*row.worst(direction).values()]
+    counts = [f"{v} {failing.count(v)}/{row.record['cases']}" for v in VERDICTS if v in failing]
+    if finite := [x for f in row.failures if _direction(f) == direction and (x := _budgets(f)) < float("inf")]:
+        counts = [f"{said}, {max(finite):.0f}×" if said.startswith("wrong") else said for said in counts]
+    sign = {"right": "✓", "no gradient": "–", "no verdict": "…"}.get(verdict)
+    said = sign or "<br>".join(counts).replace("breaks", "<b>breaks</b>") or verdict
+    said += " <small>CPU</small>" * (row.gpu == "CPU")
+    if verdict in WRONG:
+        return f'<a class="wrong" style="color: inherit" href="#{_place(row)}">{said}</a>'
+    kind = {"right": "right", "refuses": "refused"}.get(verdict, "")
+    return f'<span class="{kind}" title="{verdict}; cases: {escape(row.state)}">{said}</span>'
+
+
+def _place(row: Row) -> str:
+    return re.sub(r"\W+", "-", row.name)
+
+
+def runs(rows: list[Row]) -> str:
+    """Return, folded, a line for each check: where and by what it was run, and for how long."""
     lines = []
     for row in rows:
-        record = row.record or {}
-        if row.counts and record.get("groups") and not row.unclaimed and 2 * row.counts[2] < row.counts[0]:
-            counts = dict(record["groups"])
-            if counts["scales"]["tried"] == record["not_covered"].get("scale"):
-                counts["scales"] = None
-            cells = "".join(f"<td>{_cell(counts.get(g))}</td>" for g in groups)
-        else:
-            kind = {"wrong": "wrong", "refuses": "refused"}.get(row.verdict, "")
-            cells = f'<td colspan="{len(groups) or 1}"><span class="{kind}">{escape(_summary(row))}</span></td>'
-        compiling = f" ({record['compiling_s']:.0f})" if record.get("compiling_s") else ""
-        cells += f"<td>{record['seconds']:.0f}{compiling}</td>" if record else "<td></td>"
-        name = re.sub(r"([._])", r"\1<wbr>", escape(row.name))  # a phone may break it
-        lines.append(f'<tr><th style="min-width: 8rem">{name}</th><td>{escape(_on(row))}</td>{cells}</tr>')
-    return _table(("check", "on", *(groups or ["verdict"]), "seconds (compiling)"), lines)
-
-
-def _summary(row: Row) -> str:
-    """A record's verdict in words, or why it has none."""
-    if row.record is None:
-        return "no verdict: not run"
-    if row.counts is None:
-        why = row.record["message"].split(":")[0]
-        done = re.findall(r"^(\d+) (\d+)\b", row.record["message"], re.M)[-1:]
-        return f"no verdict: {why}" + "".join(f"; {n} of {total} cases begun" for n, total in done)
-    tried, wrong, refused = row.counts
-    reasons = ", ".join(reason for reason in row.refused if not reason.startswith(SIZES))
-    counted = {
-        "right": row.right,
-        "wrong": wrong,
-        f"refused ({reasons})": refused,
-        "left out": tried - row.right - wrong - refused,
-        "not claimed": len(row.unclaimed),
-    }
-    said = ", ".join(f"{n} {name}" for name, n in counted.items() if n or name == "right")
-    return "no verdict: " * (row.verdict == "none") + f"of {row.record['cases']} cases {said}"
-
-
-def _on(row: Row) -> str:
-    """The machine of a record."""
-    return row.data["environment"]["gpu"].removeprefix("NVIDIA ") if row.data else ""
+        r, name = row.record or {}, row.name + " forward" * bool(row.whole)
+        where = name, row.gpu.removeprefix("NVIDIA "), row.state, row.left or ""
+        lines.append(_line(*where, f"{r['seconds']:.0f}" if r else "", r.get("triton", ""), r.get("commit", "")[:7]))
+    table = _table(("check", "on", "cases", "left out", "seconds", "Triton", "commit"), lines)
+    table = table.replace("<table", '<table style="white-space: nowrap"', 1)
+    return f"<details><summary>What was run, and for how long</summary>{table}</details>"
 
 
 def claims() -> str:
@@ -197,12 +224,13 @@ def claims() -> str:
     by = {}
     for name, it in FUNCTIONS.items():
         by.setdefault((it.claim, it.source), []).append(name)
-    lines = [
-        "<tr>" + "".join(f"<td>{escape(x)}</td>" for x in (claim, ", ".join(names), source)) + "</tr>"
-        for (claim, source), names in by.items()
-    ]
+    lines = [_line(claim, ", ".join(names), source) for (claim, source), names in by.items()]
     table = _table(("claims", "functions", "according to"), lines)
     return f"<details><summary>The claims of {len(FUNCTIONS)} functions</summary>{table}</details>"
+
+
+def _line(*cells: object) -> str:
+    return "<tr>" + "".join(f"<td>{escape(str(x))}</td>" for x in cells) + "</tr>"
 
 
 def _table(head: tuple[str, ...], lines: list[str]) -> str:
@@ -214,42 +242,35 @@ def refusals(rows: list[Row]) -> str:
     """Return, as HTML, a line for each thing that functions refuse although they claim it, and which these are."""
     by = {}
     for row in rows:
-        for reason, cases in row.refused.items() if row.verdict != "none" else ():
-            if not reason.startswith(SIZES):
-                said = f"<code>{escape(row.name)}</code> ({len(cases)} of {row.counts[0]} cases)"
-                by.setdefault(reason, []).append(said)
+        for reason, cases in row.refused.items():
+            said = f"<code>{escape(row.name)}</code> ({len(cases)} of {(row.whole or row.record)['cases']} cases)"
+            by.setdefault(reason, []).append(said)
     return "<ul>" + "".join(f"<li>{escape(reason)}: {', '.join(who)}</li>" for reason, who in by.items()) + "</ul>"
 
 
-def wrong(rows: list[Row]) -> str:
-    """Return, as HTML, the checks with wrong numbers, the worst first, and the worst case of each."""
-    lines, by = [], {}
-    for row in sorted((row for row in rows if row.worst), key=lambda row: -row.worst):
-        by.setdefault(row.name, []).append(row)
-    for row, *others in by.values():
-        worst = max((f for f in row.record["failures"] if f["kind"] not in NO_NUMBER), key=_budgets)
-        off = (f"{float(worst['error']):.1e}", f"{row.worst:.1f}") if row.worst < float("inf") else ("not finite", "")
-        on, count = " and ".join(map(_on, (row, *others))), f"{row.counts[1]} of {row.counts[0]}"
-        where = worst["case"], worst["quantity"], off[0], f"{worst['budget']:.1e}", off[1]
-        lines.append("<tr>" + "".join(f"<td>{escape(x)}</td>" for x in (row.name, on, count, *where)) + "</tr>")
-    head = "check", "on", "cases", "worst case", "quantity", "error", "budget", "error / budget"
-    return _table(head, lines) if lines else ""
-
-
-def _lines(record: dict) -> str:
-    """Lines that run a shrunken case with a wrong number; without one, the worst of the kit's own.
+def _lines(row: Row) -> str:
+    """Lines that run a shrunken case with a wrong number, or the worst of the kit's own; and one that breaks.
 
     The shrunken case of a record fails as the record's first failure does, which may be a refusal.
     """
-    if record["smallest"] and record["failures"][0]["kind"] not in NO_NUMBER:
-        return record["smallest"]
-    worst = max((f for f in record["failures"] if f["kind"] not in NO_NUMBER), key=_budgets)
-    return re.sub(r"only='[^']*'", lambda _: f"only={worst['case']!r}", record["reproduction"])
+    load = f'from gla_ref.compat import libraries\nfn = libraries.function("{row.function}")'
+    device = "" if row.record["device"] == "cpu" else f', device="{row.record["device"]}"'
+    forward = ", forward_only=True" * bool(row.whole)
+
+    def again(case: str) -> str:
+        call = f'check.kernel("{FUNCTIONS[row.function].mechanism}", fn, dtype="{row.dtype}"{device}{forward},'
+        return f'from gla_ref import check\n{load}\nprint({call}\n    only="{case}"))'
+
+    found = [f for f in row.failures if _verdict(f) != "refuses"]
+    shrunken = row.record["smallest"] if row.failures[0] is found[0] else ""
+    lines = [shrunken.replace("# fn: the function that was checked", load) or again(max(found, key=_budgets)["case"])]
+    breaks = [f"# breaks the process:\n{again(f['case'])}" for f in found if _verdict(f) == "breaks"]
+    return "\n\n".join(lines + breaks[:1])
 
 
 def _input(lines: str) -> str:
     """The input of such lines: sizes, gates and scale of a shrunken case, or the name of one of the kit's own."""
-    x = dict(re.findall(r"(\w+)='?([^',)]+)", lines))
+    x = dict(re.findall(r"(\w+)=['\"]?([^'\",)]+)", lines.split("\n\n")[0]))
     if "T" not in x:
         return f"the kit's “{x['only']}”"
     x["gates"] = x.get("gate", "zero").replace("zero", "")
@@ -257,14 +278,19 @@ def _input(lines: str) -> str:
 
 
 def details(rows: list[Row]) -> str:
-    """Return, folded, lines that show a wrong number of each function, in the order of :func:`wrong`."""
-    by = {}
-    for row in sorted((row for row in rows if row.worst), key=lambda row: -row.worst):
-        by.setdefault(row.function, row)
+    """Return a fold for each check with wrong numbers or a broken process: what is off, and lines that show it."""
     parts = []
-    for row in by.values():
-        cases = ", ".join(dict.fromkeys(f["case"] for f in row.record["failures"] if f["kind"] not in NO_NUMBER))
-        lines = _lines(row.record)
-        parts.append(f"<details><summary><b>{escape(row.name)}</b>: {escape(_input(lines))}</summary>")
-        parts.append(f"<p>Wrong in: {escape(cases)}.</p><pre>{escape(lines)}</pre></details>")
+    for row in rows:
+        found = [f for f in row.failures if _verdict(f) != "refuses"]
+        said, lines = [], _lines(row) if found else ""
+        for verdict in WRONG:
+            if own := [f for f in found if _verdict(f) == verdict]:
+                what = ", ".join(dict.fromkeys(f["quantity"] for f in own if f["quantity"] != "call"))
+                by = f", by up to {worst:.1f} budgets" if (worst := max(map(_budgets, own))) < float("inf") else ""
+                where = ", ".join(dict.fromkeys(f["case"] for f in own))
+                said.append(f"<li>{verdict}{f' in {what}' * bool(what)}{by}: {escape(where)}</li>")
+        if found:
+            summary = f"<b>{escape(row.name)}</b>; smallest input: {escape(_input(lines))}"
+            parts.append(f'<details id="{_place(row)}"><summary>{summary}</summary>')
+            parts.append(f"<ul>{''.join(said)}</ul><pre>{escape(lines)}</pre></details>")
     return "".join(parts)

@@ -22,12 +22,26 @@ from . import mistakes, oracle
 from ._cases import Case, cases
 from ._claims import Claim, Ladder, claimed, dtype_of
 from ._examine import Examiner, examine
+from ._invariance import Comparison, invariance
 from ._kernel import SECONDS, Convention, Kernel, NotClaimed, device_of
 from ._mechanisms import MECHANISMS
 from ._ranks import OverRanks
 from ._report import Report, Row
 
-__all__ = ["MECHANISMS", "Case", "NotClaimed", "OverRanks", "Report", "Row", "cases", "kernel", "mistakes", "oracle"]
+__all__ = [
+    "MECHANISMS",
+    "Case",
+    "Comparison",
+    "NotClaimed",
+    "OverRanks",
+    "Report",
+    "Row",
+    "cases",
+    "invariance",
+    "kernel",
+    "mistakes",
+    "oracle",
+]
 
 
 def hint_for_unmatched(mechanism: str, patterns: Sequence[str], ladder: Ladder) -> str:

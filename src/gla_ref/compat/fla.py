@@ -7,9 +7,10 @@
 
 The functions have the signatures of fla-core 0.6.0. Every function returns `(o, final_state)`; the state is None
 without `output_final_state`. Like all our kernels they run on a GPU, or interpreted under TRITON_INTERPRET=1, and never
-fall back to a reference. An argument that asks for more than our kernels do, such as `reverse` or heads before time,
-raises an error that names the argument. Names for one result by other algorithms (chunk, fused chunk, fused recurrent)
-call the same kernel here.
+fall back to a reference. What fla accepts and our kernels want wider is widened: states of 16 bits, tokens that differ
+in dtype. An argument that asks for more than our kernels do, such as `reverse` or heads before time, raises an error
+that names the argument. Names for one result by other algorithms (chunk, fused chunk, fused recurrent) call the same
+kernel here.
 """
 
 import importlib
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import FORMS
+from .._contract import check_cu_seqlens
 from ..gates import softplus_gate
 from .libraries import FROM_FLA
 
@@ -81,12 +83,13 @@ class Installed:
 
 
 def _replace(pairs: list[tuple[str, Callable, Callable]]) -> None:
-    """Replace old functions by new ones, (name, old, new), in all modules of fla."""
+    """Replace old functions by new ones, (name, old, new), in all modules of fla, under all names that they have."""
+    replaced = {id(old): new for _, old, new in pairs}
     for path, module in list(sys.modules.items()):
         if path.split(".")[0] == "fla":
-            for name, old, new in pairs:
-                if getattr(module, name, None) is old:
-                    setattr(module, name, new)
+            for name, x in list(vars(module).items()):
+                if id(x) in replaced:
+                    setattr(module, name, replaced[id(x)])
 
 
 REFUSED = {
@@ -94,7 +97,6 @@ REFUSED = {
     "reverse": "False: the recurrence runs forward in time",
     "gv": "None: the delta rules have no gate on values here",
     "cp_context": "None: gla_ref.context_parallel splits tokens over ranks",
-    "return_intermediate_states": "False: states inside a text are not kept here",
     "use_graph": "False: boundaries are not padded for a graph here",
     "max_num_seqs": "None: boundaries are not padded for a graph here",
 }
@@ -110,27 +112,66 @@ def _refuse(**given) -> None:
             raise ValueError(f"{name}: expected {REFUSED[name]}; got {got}")
 
 
-def _state_v_first(state_v_first: bool, transpose_state_layout=None, chunk_size=None, **rest) -> bool:
+def _state_v_first(
+    state_v_first: bool, transpose_state_layout=None, chunk_size=None, sizes: tuple[int, ...] = (), **rest
+) -> bool:
     """Return whether states are `[N, H, V, K]`, by the new name or the older one; refuse all other arguments.
 
-    `chunk_size` is a hint: no result depends on it, and our kernels choose a chunk size themselves.
+    `chunk_size` is a hint: no result depends on it, and our kernels choose a chunk size themselves. With `sizes`,
+    all others are refused, in fla's words.
     """
     _refuse(**rest)
+    if sizes and chunk_size not in (None, *sizes):
+        raise ValueError(f"`chunk_size` must be either {' or '.join(map(str, sizes))}, got {chunk_size}")
     if transpose_state_layout is None:
         return state_v_first
+    if state_v_first:
+        raise ValueError("transpose_state_layout: expected no older name beside state_v_first, got both")
     warnings.warn("transpose_state_layout is called state_v_first", DeprecationWarning, stacklevel=3)
     return transpose_state_layout
 
 
 def _ours(mechanism, tokens, scale, initial_state, output_final_state, cu_seqlens, state_v_first=False, **options):
-    """Call our kernel by fla's conventions: transpose states `[N, H, V, K]`, and return no state unless asked to."""
+    """Call our kernel by fla's conventions: transpose states `[N, H, V, K]`, and return no state unless asked to.
+
+    States of 16 bits, and q, k and v of different dtypes, are widened; o has the dtype that it has in fla.
+    """
+    states = initial_state if isinstance(initial_state, tuple) else (initial_state,)
+    states = [x.float() if isinstance(x, Tensor) and x.dtype.itemsize == 2 else x for x in states]
     if state_v_first and initial_state is not None:
-        initial_state = initial_state.mT
+        states = [x.mT for x in states]
+    initial_state = tuple(states) if isinstance(initial_state, tuple) else states[0]
+    q, k, v, *rest = tokens
+    wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     options |= {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    o, S = FORMS[mechanism]["triton"](*tokens, **options)
+    form = FORMS[mechanism]["triton"]
+    if q.shape[-1] > WIDEST and mechanism in APART and not options.get("normalize"):
+        o, S = _in_parts(form, q, k, v, *rest, **options)
+    else:
+        o, S = form(q.to(wide), k.to(wide), v.to(wide), *rest, **options)
+    o = o.to(v.dtype if mechanism in ("gated_delta_rule", "kda") else q.dtype)
     if not output_final_state:
         return o, None
     return o, S.mT.contiguous() if state_v_first else S
+
+
+WIDEST = 256  # K of our kernels
+APART = ("linear_attention", "simple_gla", "gla")  # no channel of a key reads another one's row of the state
+
+
+def _in_parts(form, q, k, v, *gate, scale, initial_state, **options):
+    """Keys wider than our kernels take, part by part in float32: o is the sum, the state the parts' rows in turn."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    o, states = 0, []
+    for first in range(0, q.shape[-1], WIDEST):
+        part = slice(first, first + WIDEST)
+        S = None if initial_state is None else initial_state[..., part, :]
+        tokens = q[..., part].float(), k[..., part].float(), v.float()
+        gates = (g[..., part] if g.ndim == 4 else g for g in gate)
+        o_n, S_n = form(*tokens, *gates, scale=scale, initial_state=S, **options)
+        o = o + o_n
+        states.append(S_n)
+    return o, torch.cat(states, -2)
 
 
 def _check_copy(cu_seqlens, cu_seqlens_cpu) -> None:
@@ -280,7 +321,7 @@ def _delta(mechanism, q, k, v, g, beta, normalise, *rest):
 
 
 def _strength(beta: Tensor | None, sigmoid: bool, negative: bool) -> Tensor | None:
-    """Return write strengths: beta itself, or the sigmoid of logits, twice the sigmoid for negative eigenvalues.
+    """Return write strengths: beta itself, or the float32 sigmoid of logits, doubled for negative eigenvalues.
 
     Raises:
         ValueError: `negative` without `sigmoid`, as in fla.
@@ -289,7 +330,7 @@ def _strength(beta: Tensor | None, sigmoid: bool, negative: bool) -> Tensor | No
         raise ValueError("allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel, got True")
     if not sigmoid or beta is None:
         return beta
-    return beta.sigmoid() * (2 if negative else 1)
+    return beta.float().sigmoid() * (2 if negative else 1)
 
 
 def _log_gate(
@@ -298,13 +339,10 @@ def _log_gate(
     """Return log gates: g itself or, if `raw`, those of :func:`gla_ref.gates.softplus_gate` in float32.
 
     Raises:
-        ValueError: `raw` without g or A_log, or A_log or dt_bias without `raw`.
+        ValueError: `raw` without g or A_log.
     """
     if not raw:
-        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-            if x is not None:
-                raise ValueError(f"{name}: expected None without use_gate_in_kernel, got a tensor")
-        return g
+        return g  # fla reads neither A_log nor dt_bias then
     if g is None or (A_log is None and lower_bound is None):
         raise ValueError(f"{'g' if g is None else 'A_log'}: expected a tensor with use_gate_in_kernel, got None")
     return softplus_gate(g.float(), A_log, dt_bias, lower_bound=lower_bound)
@@ -331,7 +369,8 @@ def chunk_delta_rule(
         kwargs: only `chunk_size`, a hint, and the older name of `state_v_first`.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
-    rest = scale, initial_state, output_final_state, cu_seqlens, _state_v_first(False, **kwargs)
+    state_v_first = _state_v_first(False, sizes=(16, 32, 64), **kwargs)
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
     return _delta("delta_rule", q, k, v, None, beta, use_qk_l2norm_in_kernel, *rest)
 
 
@@ -379,7 +418,7 @@ def chunk_gated_delta_rule(
     _check_copy(cu_seqlens, cu_seqlens_cpu)
     raw, A_log, dt_bias = (kwargs.pop(n, None) for n in ("use_gate_in_kernel", "A_log", "dt_bias"))
     g = _log_gate(g, raw, A_log, dt_bias)
-    state_v_first = _state_v_first(state_v_first, cp_context=cp_context, **kwargs)
+    state_v_first = _state_v_first(state_v_first, sizes=(16, 32, 64), cp_context=cp_context, **kwargs)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
     return _delta("delta_rule" if g is None else "gated_delta_rule", q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
@@ -437,18 +476,42 @@ def chunk_kda(
             `[HV]` and, if given, `dt_bias` `[HV K]` among `kwargs`; here PyTorch makes them before the kernel.
         safe_gate: a hint, as `disable_recompute` is: our kernels look at the gates and are right for all.
         lower_bound: of gates from logits, which then need no `A_log`; without logits a hint.
-        return_intermediate_states: refused, as `use_graph` and `max_num_seqs` are.
+        return_intermediate_states: return a third result, the states before each chunk of `chunk_size` tokens (by
+            default 64) in q's dtype, `[B, chunks, HV, K, V]`, of packed sequences one after the other. The kernel then
+            runs chunk by chunk; cu_seqlens are read, which waits for the GPU.
+        use_graph: refused, as `max_num_seqs` is.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
-    if safe_gate and use_gate_in_kernel and lower_bound is None:
-        raise ValueError("lower_bound: expected a number with safe_gate and use_gate_in_kernel, got None")
-    A_log, dt_bias = (kwargs.pop(n, None) for n in ("A_log", "dt_bias"))
-    kwargs |= {"cp_context": cp_context, "return_intermediate_states": return_intermediate_states}
-    state_v_first = _state_v_first(state_v_first, use_graph=use_graph, max_num_seqs=max_num_seqs, **kwargs)
+    if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
+        raise ValueError(f"lower_bound: expected one in [-5, 0) with safe_gate on logits, got {lower_bound}")
+    A_log, dt_bias, C = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None), kwargs.get("chunk_size", 64)
+    kwargs |= {"cp_context": cp_context, "use_graph": use_graph, "max_num_seqs": max_num_seqs}
+    state_v_first = _state_v_first(state_v_first, sizes=(32, 64), **kwargs)
     g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    if return_intermediate_states:
+        return _chunk_by_chunk(C, (q, k, v, g, beta), use_qk_l2norm_in_kernel, *rest)
     return _delta("kda", q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
+
+
+def _chunk_by_chunk(C, tokens, normalise, scale, S, output_final_state, cu_seqlens, state_v_first):
+    """KDA with the states before each chunk of C tokens: each chunk starts from the state that the last one left."""
+    B, T, H, K = tokens[0].shape
+    *_, HV, V = tokens[2].shape
+    ends = check_cu_seqlens(cu_seqlens, B, T) or [0, T]
+    N = B if cu_seqlens is None else len(ends) - 1
+    if S is None:
+        S = tokens[0].new_zeros(N, HV, *((V, K) if state_v_first else (K, V)), dtype=torch.float32)
+    o, before, last = [], [], []
+    for S_n, start, end in zip([S] if cu_seqlens is None else S.split(1), ends, ends[1:], strict=False):
+        for t in range(start, end, C):
+            chunk = (x[:, t : min(t + C, end)] for x in tokens)
+            before.append(S_n)
+            o_n, S_n = _delta("kda", *chunk, normalise, scale, S_n, True, None, state_v_first)
+            o.append(o_n)
+        last.append(S_n)
+    return torch.cat(o, 1), torch.cat(last) if output_final_state else None, torch.stack(before, 1).to(o_n.dtype)
 
 
 def fused_recurrent_kda(

@@ -108,14 +108,11 @@ def fwd_keys(
         b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
         b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")  # [BM, BN]
+        if MASK:  # once: a second mask, of p, takes registers from the loop of all other tiles too
+            b_s = tl.where(o_i[:, None] >= (o_n + tl.arange(0, BN))[None, :], b_s, float("-inf"))
+        b_mn = tl.maximum(b_m, tl.max(b_s, 1) * scale2)  # [BM]
         # scale and shift are one fused multiply-add per element, rounded once, here and in the backward
-        if MASK:
-            seen = o_i[:, None] >= (o_n + tl.arange(0, BN))[None, :]
-            b_mn = tl.maximum(b_m, tl.max(tl.where(seen, b_s * scale2, float("-inf")), 1))  # [BM]
-            b_p = tl.where(seen, tl.exp2(b_s * scale2 - b_mn[:, None]), 0.0)  # [BM, BN]
-        else:
-            b_mn = tl.maximum(b_m, tl.max(b_s, 1) * scale2)
-            b_p = tl.exp2(b_s * scale2 - b_mn[:, None])
+        b_p = tl.exp2(b_s * scale2 - b_mn[:, None])  # [BM, BN]
         b_r = tl.exp2(b_m - b_mn)  # [BM], the factor of sums over earlier tiles
         b_l = b_l * b_r + tl.sum(b_p, 1)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_r[:, None], input_precision="ieee")  # [BM, BV]
@@ -128,7 +125,7 @@ def fwd(
     q, k, v, o, lse, low, cu, s_q, s_k, s_v, s_o,
     N, T, S, H, K, V, slots, rows, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, PACKED: tl.constexpr, NEGATIVE: tl.constexpr,
+    TMA: tl.constexpr, PACKED: tl.constexpr, SIGN: tl.constexpr,
 ):
     # which tile: programs with the most keys start first, so that none of them runs alone at the end
     i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)
@@ -141,9 +138,9 @@ def fwd(
 
     # load
     b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, False)  # [BM, BK]
-    if NEGATIVE:  # since scale > 0, the largest product is the largest score
-        b_q = -b_q
-        scale2 = -scale2
+    if SIGN <= 0:  # with a scale above 0 the largest product is the largest score, and a masked one stays -inf
+        b_q = b_q * SIGN
+        scale2 = -scale2 if SIGN < 0 else 1.0
 
     # compute: keys that every query of the tile sees, then the diagonal, where a mask is needed
     b_o = tl.zeros([BM, BV], dtype=tl.float32)
@@ -369,7 +366,8 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     BM, BN, warps, stages = call.tiles(FWD)
     launch(
         call, fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
-        *(x.strides for x in (q, k, v, o)), BM=BM, BN=BN, NEGATIVE=call.scale < 0, warps=warps, stages=stages,
+        *(x.strides for x in (q, k, v, o)), BM=BM, BN=BN, SIGN=(call.scale > 0) - (call.scale < 0),
+        warps=warps, stages=stages,
     )
     return call.draft.plan("portable", o, lse, low)
 
