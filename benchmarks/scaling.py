@@ -142,12 +142,13 @@ def stages(call, device: str, repeats: int) -> dict:
         sync(device)
         took.update({"waiting": began - came, stage: time.perf_counter() - began})
 
-    usual, ranks.stage = ranks.stage, timed
+    usual, ranks.stage = ranks.stage, timed  # what maps and exchanges run in
     for _ in range(repeats + 2):
         took.clear()
         ranks.sent = 0
         dist.barrier()
         call()
+        # two copies, which become the most and the least of all ranks
         most, least = torch.tensor([Stages(**took, sent=ranks.sent)] * 2, dtype=torch.float64, device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         dist.all_reduce(least, dist.ReduceOp.MIN)

@@ -138,9 +138,9 @@ class Kind:
         def steps(state, **x):
             # the gradient of one token's slice is as large as what it was cut from
             outs = []
-            for some in zip(*(y.split(AT_ONCE, 1) for y in x.values()), strict=True):
-                some = dict(zip(x, some, strict=True))
-                o, state = self.exact(**some, scale=scale, initial_state=state, cu_seqlens=None)
+            for piece in zip(*(y.split(AT_ONCE, 1) for y in x.values()), strict=True):
+                tokens = dict(zip(x, piece, strict=True))
+                o, state = self.exact(**tokens, scale=scale, initial_state=state, cu_seqlens=None)
                 outs.append(o)
             return torch.cat(outs, 1), state
 

@@ -233,26 +233,28 @@ def budgets_of(
     size of the case allows (:class:`~gla_ref.rounding.Luck`). For the rounds `again` = 1, 2, ... they draw
     other luck, and runs without luck are left out.
     """
-    runs, lucky = copied(kind, case), len(kind.emulated)
+    copies, with_luck = copied(kind, case), len(kind.emulated)
     single, short = dtype == torch.float32, case.T <= SHORT
     large = numbers(case) > LARGE_STATES and case.H >= ENOUGH_HEADS
     if single and not kind.cache and case.T <= 2 * LONGEST_CHUNK and large:
         # here the three runs in three products of TF32 err most, and so many heads have many errors
-        runs = 2 if again else 1
+        copies = 2 if again else 1
     emulate = partial(kind.emulate, dtype=dtype, seed=again)
-    made = lucky + (0 if again else len(kind.plain) + (len(kind.beyond) if single and case.T > LONGEST_CHUNK else 0))
-    ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
+    runs = with_luck
+    if not again:
+        runs += len(kind.plain) + (len(kind.beyond) if single and case.T > LONGEST_CHUNK else 0)
+    ways = [(partial(emulate, run=i), copies if i < with_luck else 1) for i in range(runs)]
     if single and (short or not kind.cache):
         ways.append((partial(emulate, thrice=True), 3))
     ways += [(form, 1) for form in kind.also if single and short and not again]
-    low, budgets = {name: y.float() for name, y in x.items()}, {}
+    single_x, budgets = {name: y.float() for name, y in x.items()}, {}
     for way, many in ways:
-        e = evaluate(partial(way, copies=many) if many > 1 else way, kind, repeated(kind, low, many), case)
+        got = evaluate(partial(way, copies=many) if many > 1 else way, kind, repeated(kind, single_x, many), case)
         for name, y in exact.items():
             axis, right = kind.head_axis(name), torch.cat([y] * many, kind.head_axis(name))
-            off = e[name].to(held(kind, name, case, dtype)).double()
-            found = torch.stack([errors(off[s], right[s], many * n, axis) for s in parts(kind, name, y)])
-            budgets.setdefault(name, []).append(found.unflatten(1, (many, n)).amax(1))
+            rounded = got[name].to(held(kind, name, case, dtype)).double()
+            worst = torch.stack([errors(rounded[s], right[s], many * n, axis) for s in parts(kind, name, y)])
+            budgets.setdefault(name, []).append(worst.unflatten(1, (many, n)).amax(1))
     return {name: budget(torch.stack(worst).amax(0), held(kind, name, case, dtype)) for name, worst in budgets.items()}
 
 
