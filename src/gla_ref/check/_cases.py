@@ -152,7 +152,8 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     if level == "full":
         found += of_large_sizes(kind.widest)
         found += [case for case in on_packed_and_long() if gates and case not in found]
-        found += of_long_turns() if strengths else []
+        turns = product(TURNS if strengths else (), (8192, 32768))
+        found += [Case(f"{turn}, {T} tokens", **STRONG | {"H": 2, "T": T}, gate=turn) for turn, T in turns]
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
 
@@ -304,12 +305,6 @@ def of_large_sizes(widest: int) -> list[Case]:
     found = [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (LAST, 4096, 8192)]
     sizes = (1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100), (1, 1, 256, widest)
     return found + [Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1) for B, H, K, V in sizes]
-
-
-def of_long_turns() -> list[Case]:
-    """Keys that hand a state over, in long sequences."""
-    turns = product(TURNS, (8192, 32768))
-    return [Case(f"{turn}, {T} tokens", **STRONG | {"H": 2, "T": T}, gate=turn) for turn, T in turns]
 
 
 def but_for_gates(case: Case) -> Case:

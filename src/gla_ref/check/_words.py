@@ -152,10 +152,14 @@ def unclaimed(report: Report) -> str:
 
 
 # -- text ----------------------------------------------------------------------------------------
+def wrapped(said: str, first: str = "", rest: str = "    ", width: int = 80, **more: int) -> list[str]:
+    return textwrap.wrap(said, width, initial_indent=first, subsequent_indent=rest, **more)
+
+
 def text(report: Report) -> str:
     lines = [head(report)]
     for line in exceptions(report):
-        lines += textwrap.wrap(line, 80, subsequent_indent="    ", max_lines=5)
+        lines += wrapped(line, max_lines=5)
     if any(r.error is not None for r in report.rows):
         lines += ["", f"{'quantity':10}{'cases':>6}{'failed':>8}{'error':>10}{'budget':>10}  worst case"]
     for name, cases, wrong, worst, said in by_quantity(report):
@@ -164,24 +168,23 @@ def text(report: Report) -> str:
         whole = extent(report)
         for name in report.failing:  # not broken in two where it has spaces
             whole = whole.replace(name, name.replace(" ", "\0"))
-        filled = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
-        lines += ["", filled.replace("\0", " ")]
+        lines += ["", *(line.replace("\0", " ") for line in wrapped(whole, max_lines=5))]
     for line in (*report.common, company(report), unclaimed(report)):
-        lines += textwrap.wrap(line, 80, subsequent_indent="    ")
+        lines += wrapped(line)
     for (kind, message), rows in report.findings.items():
-        lines += ["", *textwrap.wrap(f"{kind}: {called(rows)}", 80, subsequent_indent="    ")]
+        lines += ["", *wrapped(f"{kind}: {called(rows)}")]
         for said in (message[:400], str(report.cases[rows[0].case])):
-            lines += textwrap.wrap(said, 76, initial_indent="    ", subsequent_indent="    ")
+            lines += wrapped(said, "    ", width=76)
     if report.diagnosis:
         lines += ["", behaves(report)]
         for match in report.diagnosis:
-            for start, said in (("  * ", match["mistake"]), ("      line: ", match["line"])):
-                lines += textwrap.wrap(said, 80, initial_indent=start, subsequent_indent="      ")
+            lines += wrapped(match["mistake"], "  * ", "      ")
+            lines += wrapped(match["line"], "      line: ", "      ")
     if report.measured:
         lines += ["", "Called with other sizes and options, it is"]
         for sentence in report.measured:
-            lines += textwrap.wrap(sentence, 80, initial_indent="  * ", subsequent_indent="    ")
-        lines += textwrap.wrap(f"all else as in {report.smallest}", 80, initial_indent="    ", subsequent_indent="    ")
+            lines += wrapped(sentence, "  * ")
+        lines += wrapped(f"all else as in {report.smallest}", "    ")
     if report.cut:
         lines += ["", CUT]
     if undiagnosed(report):
@@ -195,8 +198,8 @@ def text(report: Report) -> str:
             "",
             f"first wrong {row.quantity} of case {row.case}{row.message and f' ({row.message})'}:",
             *(f"    {line}" for line in what),
-            *textwrap.wrap(place(row), 76, initial_indent="    ", subsequent_indent="    "),
-            *textwrap.wrap(row.only and f"only in {row.only}", 76, initial_indent="    ", subsequent_indent="    "),
+            *wrapped(place(row), "    ", width=76),
+            *wrapped(row.only and f"only in {row.only}", "    ", width=76),
             f"    {along} |{row.map}|",
         ]
     if report.first_wrong:

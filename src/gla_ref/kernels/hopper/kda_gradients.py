@@ -58,26 +58,19 @@ from .delta_solve import C
 from .delta_walks import BV
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .kda_forward import prepared
-from .kda_prepare import FLOOR, LIMIT
+from .kda_prepare import FLAT, FLAT_2, FLOOR, LIMIT, SQUARE, WIDE
 from .kda_walks import walks
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, add, behind, box, keep_rows, store_own_rows, which_segment
+from .tiles import LOG2E, add, behind, blocks_of_16, box, keep_rows, store_own_rows, which_segment
 
 BK = gl.constexpr(32)  # channels at a time
 LEAST = gl.constexpr(2.0**-40)  # strengths below it in size count as it
 REGISTERS = 255  # of a thread: two programs share a multiprocessor
 VARIABLE = ("N", "T", "HV", "G", "s_bb", "s_bt", "s_bh", "zero")
 
-# layouts of registers. A product's sums of 64 tokens: of 64 columns, of BK, and the latter as [4, 16, BK]
-WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+# layouts of registers. A product's sums of 64 tokens: of 64 columns (WIDE), of BK, and the latter as [4, 16, BK]
 THIN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK.value, 16]))
-ACC = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]],
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[1, 0, 0], [2, 0, 0]], [], [4, 16, BK.value],
-    )
-)  # fmt: skip
+ACC = gl.constexpr(blocks_of_16(BK.value))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, THIN.value, 2))  # a product's first operand
 COL = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [4, 1], [1, 0]))  # [64, BK]: a thread has 16 tokens of a block
 THREE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))  # the same as [4, 16, BK]
@@ -88,10 +81,7 @@ OF_THREE = gl.constexpr(gl.SliceLayout(1, THREE.value))  # [4, BK]
 OF_D = gl.constexpr(gl.SliceLayout(0, OF_THREE.value))  # [BK]
 OF_S = gl.constexpr(gl.SliceLayout(1, BY_ROWS.value))  # [BK]
 # layouts of shared memory
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-FLAT_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 SPREAD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, BK.value // 8, [1, 0]))
-SQUARE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 NARROW = gl.constexpr(gl.NVMMASharedLayout(2 * BK.value, 16, 2))
 
 

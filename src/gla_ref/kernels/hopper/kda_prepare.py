@@ -44,7 +44,7 @@ from .delta_inverse import allocate_scratch, eliminate, inverse, reinterpret, sp
 from .delta_solve import C
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, add, keep_rows, which_segment
+from .tiles import LOG2E, add, blocks_of_16, keep_rows, which_segment
 
 HALF = gl.constexpr(64)  # channels at a time
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32
@@ -67,13 +67,7 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 LEFT_OWN = gl.constexpr(gl.DotOperandLayout(0, MMA_OWN.value, 2))
 RIGHT_OWN = gl.constexpr(gl.DotOperandLayout(1, MMA_OWN.value, 2))
-FRAG = gl.constexpr(
-    gl.DistributedLinearLayout(  # left operands seen as [4, 16, 64]
-        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[1, 0, 0], [2, 0, 0]], [], [4, 16, 64],
-    )
-)  # fmt: skip
+FRAG = gl.constexpr(blocks_of_16(64))  # left operands seen as [4, 16, 64]
 OF_FRAG = gl.constexpr(gl.SliceLayout(1, FRAG.value))  # [4, 64]
 # layouts of shared memory
 CUBE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
