@@ -29,7 +29,7 @@ GATES = (*UNIFORM, "one strong channel", "mild and strong chunks", "switch - 1e-
 GATES += ("resets at chunk ends", "many resets")
 LAST = 16 * C + SUB + 1  # tokens of a long sequence
 PACKED = {"B": 1, "T": 130, "ends": (0, 0, 33, 33, 40, 120, 130, 130)}
-STRONG = {"B": 1, "H": 4, "K": 8, "V": 4, "T": 6 * C}  # cases of equal sizes are worked out side by side
+STRONG_SIZES = {"B": 1, "H": 4, "K": 8, "V": 4, "T": 6 * C}  # cases of equal sizes are worked out side by side
 KEYS = ("k", "k_cache")  # tensors of size 1 whatever size the others have
 OPTIONAL = {  # what a kernel may refuse: by the role of the input that has another dtype, or by strides
     "gate": "gates in float32",
@@ -153,7 +153,7 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         found += of_large_sizes(kind.widest)
         found += [case for case in on_packed_and_long() if gates and case not in found]
         turns = product(TURNS if strengths else (), (8192, 32768))
-        found += [Case(f"{turn}, {T} tokens", **STRONG | {"H": 2, "T": T}, gate=turn) for turn, T in turns]
+        found += [Case(f"{turn}, {T} tokens", **STRONG_SIZES | {"H": 2, "T": T}, gate=turn) for turn, T in turns]
         found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
 
@@ -268,7 +268,7 @@ def of_strong_gates(name: str) -> list[Case]:
         Case("wide keys and gate -20", B=1, H=2, K=64, V=20, T=C + SUB + 3, gate="-20"),
         *(case for case in on_packed_and_long() if case.name in names),
         Case("gates in float32", other=name),
-        Case(WEAK_HEAD, **STRONG, gate=WEAK_HEAD),  # a state that is dropped where gates are strong on average
+        Case(WEAK_HEAD, **STRONG_SIZES, gate=WEAK_HEAD),  # a state that is dropped where gates are strong on average
     ]
 
 
@@ -285,8 +285,8 @@ def of_strengths(name: str) -> list[Case]:
         # an earlier octave has a unit of its own: what later tokens do to it shows
         Case("later tokens loud", loud=(C, 2 * C + 3), T=2 * C + 3),
         Case("strengths in float32", other=name),
-        Case(HAND_OVER, **STRONG, gate=HAND_OVER),
-        Case(RELAY, **STRONG | {"H": 2, "K": 4, "T": 16 * C}, gate=RELAY),
+        Case(HAND_OVER, **STRONG_SIZES, gate=HAND_OVER),
+        Case(RELAY, **STRONG_SIZES | {"H": 2, "K": 4, "T": 16 * C}, gate=RELAY),
     ]
 
 

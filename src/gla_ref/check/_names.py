@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ._cases import MILD, SUB, TURNS, WEAK_HEAD, Case, but_for_gates
+from ._cases import C as ASSUMED_CHUNK
 from ._mechanisms import MECHANISMS, SHORT, Kind
 from .mistakes import Mistake, apply, known
 from .mistakes._calls import CARRY, DECAY, GRADIENT, READ
-from .mistakes._calls import C as ASSUMED_CHUNK
 from .oracle import Problem, evaluate, numbers
 
 # -- thresholds: what each bounds, and why there is one ------------------------------------------
 CLOSE = 3.0  # budgets from a mistake in float64 to a kernel that makes it: the kernel rounds in its own order
-SHARE = 0.2  # share of an error's root mean square that may be left: an error of many budgets rounds by many, too
+UNEXPLAINED = 0.2  # share of an error's root mean square that may be left: an error of many budgets rounds by many, too
 BETTER = (
     0.75  # share of a largest error that may be left: a mistake that leaves more is no nearer than the right result
 )
@@ -147,7 +147,7 @@ def distance(m: Mistake, s: Seen, name: str, made: Tensor) -> float:
     if error > allowed and left > BETTER * error:  # as far from the mistake as from what is right
         return math.inf
     unexplained, whole = ((x - y).square().mean().sqrt().item() for y in (made, exact))
-    return unexplained / whole / SHARE if whole else math.inf
+    return unexplained / whole / UNEXPLAINED if whole else math.inf
 
 
 def nearer(s: Seen, name: str, made: Tensor) -> bool:

@@ -23,7 +23,7 @@ from ._calls import LINEAR, MISTAKES, Call, Mistake, apply, attention
 
 __all__ = ["LINEAR", "MISTAKES", "Call", "Mistake", "apply", "attention", "known"]
 
-ROOMS = (_states, _shipped, _rounding, _delta)  # each adds its mistakes to MISTAKES
+MODULES = (_states, _shipped, _rounding, _delta)  # each adds its mistakes to MISTAKES
 
 
 def known(mechanism: str, dtype: torch.dtype) -> list[Mistake]:

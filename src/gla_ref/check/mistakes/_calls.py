@@ -15,9 +15,9 @@ from ...gates import decay_from_start, decay_to_end, segment_sum
 from ...mechanisms import MECHANISMS
 from ...triangular import elimination
 from .. import _mechanisms
+from .._cases import C
 from .._emulate import by_channel
 
-C = 64  # the chunk, or tile of keys, that mistakes at chunk boundaries assume; a diagnosis tries others, too
 KINDS = _mechanisms.MECHANISMS
 SOFTMAX = tuple(m for m, kind in KINDS.items() if kind.cache)
 # one state, and writes that do not depend on it

@@ -354,7 +354,7 @@ def gradients(
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
 
     tiles = allocate(q, k, g, do, d_w, d_e, d_dv, d_S, d_R, N_V)
-    ready = new_barriers(4, 1)
+    ready = new_barriers(4, 1)  # T, e and w have come; do; q, k and gates; S and R
     fence_async_shared()
     barrier()
     of_e, of_do, of_keys, of_states = ready.index(0), ready.index(1), ready.index(2), ready.index(3)
