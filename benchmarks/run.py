@@ -238,7 +238,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-class Budget:
+class Deadline:
     """The seconds in which contenders are started; those of the peers' first calls are not counted."""
 
     def __init__(self, seconds: float):
@@ -254,19 +254,19 @@ class Budget:
 
 
 def records_of(
-    suite: str, case: Case, contenders: list[Contender], budget: Budget, environment: dict, compiled: bool
+    suite: str, case: Case, contenders: list[Contender], deadline: Deadline, environment: dict, compiled: bool
 ) -> list[dict]:
-    """The records of a case: one for each contender and direction, as long as the budget lasts."""
+    """The records of a case: one for each contender and direction, until the deadline."""
     records, sets, truth = [], None, None
     for it in contenders:
-        if budget.over:
-            print(f"{case} {it.name}: not run, {budget.seconds:.0f} s are over", flush=True)
+        if deadline.over:
+            print(f"{case} {it.name}: not run, {deadline.seconds:.0f} s are over", flush=True)
             continue
         if truth is None:
             sets = sets_of(case)
             truth = Truth(case, sets[0])
         for direction, fields in measured(it, case, sets, truth, it.peer and compiled).items():
-            budget.searched += it.peer * (fields["first_call_s"] or 0)
+            deadline.searched += it.peer * (fields["first_call_s"] or 0)
             moved, flop = memory_floor_bytes(case, direction), flop_floor(case, direction)
             records.append(
                 {
@@ -310,7 +310,7 @@ def main() -> None:
         sys.exit("benchmarks: expected an NVIDIA GPU, found none")
     if args.compiled:
         shutil.copytree(args.compiled, os.environ["TRITON_CACHE_DIR"], dirs_exist_ok=True)
-    budget = Budget(args.seconds)
+    deadline = Deadline(args.seconds)
     environment = results.environment(torch.cuda.get_device_name(), PEERS) | ceilings()
     environment["peers"]["cudnn"] = torch.backends.cudnn.version()
     print(json.dumps(environment), flush=True)
@@ -320,12 +320,12 @@ def main() -> None:
         contenders = [c for c in contenders_of(case) if not args.only or c.name in args.only]
         if args.direction:
             case = replace(case, directions=(args.direction,))
-        records = records_of(suite, case, contenders, budget, environment, args.compiled is not None)
+        records = records_of(suite, case, contenders, deadline, environment, args.compiled is not None)
         report(suite, case, records, {c.name for c in contenders if c.peer})
         if records:
             results.merge(path, environment, "records", records, IDENTITY)
         torch.cuda.empty_cache()
-    print(f"\n{budget.spent:.0f} s, of these {budget.searched:.0f} s the peers' first calls; results: {path}")
+    print(f"\n{deadline.spent:.0f} s, of these {deadline.searched:.0f} s the peers' first calls; results: {path}")
 
 
 if __name__ == "__main__":
