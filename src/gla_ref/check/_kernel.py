@@ -139,12 +139,8 @@ class Kernel:
         x = dict(zip(kind.arguments, tensors, strict=True))
         past = kind.parts(initial_state)
         given = tuple(how.states(y, kind) for y in past)
-        options = {
-            "scale": scale,
-            "initial_state": kind.whole(given),
-            "cu_seqlens": cu_seqlens,
-            "output_final_state": final,
-        }
+        options = {"scale": scale, "initial_state": kind.whole(given)}
+        options |= {"cu_seqlens": cu_seqlens, "output_final_state": final}
         result = self.fn(
             *(how.tokens(how.gates(y, gates[n]) if n in gates else y) for n, y in x.items()),
             **{n: y for n, y in options.items() if n in self.takes},

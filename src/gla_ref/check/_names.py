@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 
@@ -230,7 +230,6 @@ class Match:
         return self.somewhere, self.own != self.shown, self.follows != "", m.right_on_paper
 
 
-@dataclass(eq=False)
 class Evidence:
     """The failing calls so far beside a mistake's.
 
@@ -244,15 +243,11 @@ class Evidence:
         follows: whether the gates' gradient is wrong in another way, beside a wrong dq or dk.
     """
 
-    mistake: Mistake
-    farthest: float = 0.0
-    most: float = 0.0
-    own: set[str] = field(default_factory=set)
-    near: set[str] = field(default_factory=set)
-    shown: set[str] = field(default_factory=set)
-    besides: int = 0
-    total: int = 0
-    follows: bool = False
+    def __init__(self, mistake: Mistake):
+        self.mistake, self.follows = mistake, False
+        self.farthest, self.most = 0.0, 0.0
+        self.own, self.near, self.shown = set(), set(), set()
+        self.besides, self.total = 0, 0
 
     def agrees(self, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> bool:
         """Whether each of these wrong quantities is the mistake's, or a gates' gradient made of a wrong dq or dk."""

@@ -81,14 +81,8 @@ def evaluate(
         cotangents = cotangents if pull == 1 else [pull * d for d in cotangents]
         if amid and left < backwards - 1:
             amid()
-        grads = torch.autograd.grad(
-            list(pulled.values()),
-            list(asked.values()),
-            cotangents,
-            allow_unused=True,
-            retain_graph=left > 0,
-            materialize_grads=case.loss == "state",
-        )
+        options = {"allow_unused": True, "retain_graph": left > 0, "materialize_grads": case.loss == "state"}
+        grads = torch.autograd.grad([*pulled.values()], [*asked.values()], cotangents, **options)
         grads = grads if pull == 1 else [d if d is None else d / pull for d in grads]
     found |= {f"d{n}": d for n, d in zip(asked, grads, strict=True)}
     return {n: y if y is None else y.detach() for n, y in found.items()}
