@@ -1,4 +1,6 @@
-"""The functions that are measured. A contender gets the case and its tensors and returns o, differentiable by autograd.
+"""The functions that are measured, by mechanism: ours, our pages, and peers (other libraries' functions).
+
+A contender gets the case and its tensors and returns o, differentiable by autograd::
 
     @contender("linear_attention", peer=True)
     def fla_chunk(case, q, k, v, **_):
@@ -6,7 +8,8 @@
         return o
 
 Imports stand inside the functions, so that a peer that is not installed is recorded as refusing, with its message.
-Tensors come by name, as `gla_ref.mechanisms` has names and axes, and when packed, with cu_seqlens.
+Tensors come by name, as `gla_ref.mechanisms` has names and axes, and when packed, with cu_seqlens. First the ways to
+register one, then each mechanism's.
 """
 
 import functools
@@ -21,16 +24,18 @@ import torch
 
 @dataclass(frozen=True)
 class Contender:
+    """A function that is measured, the cases that it is for, and what it may do in them."""
+
     name: str
     call: Callable
-    peer: bool = False
+    peer: bool = False  # another library's: its first call may search, and its errors are recorded without a trace
     directions: tuple[str, ...] = ("forward", "backward")
     packed: bool | None = None  # True: packed cases only, False: never packed, None: both
-    limit_s: float = 60.0  # of the first call; a peer that autotunes may be given more
+    limit_s: float = 60.0  # the first call's; a peer that autotunes may be given more
     named: bool = False  # only for cases that name it in `only`
     takes: Callable = lambda case: True  # whether it is for a case
-    entry: str | None = None  # of gla_ref.FORMS, if it is one that plans
-    options: dict = field(default_factory=dict)  # that it is called with
+    entry: str | None = None  # its name in gla_ref.FORMS, if a plan chooses its kernels
+    options: dict = field(default_factory=dict)  # the entry's options
 
 
 CONTENDERS: dict[str, list[Contender]] = {}
@@ -41,8 +46,7 @@ def contender(*mechanisms: str, name: str | None = None, **fields) -> Callable:
 
     def register(call: Callable) -> Callable:
         for mechanism in mechanisms:
-            contender = Contender(name or call.__name__, call, **fields)
-            CONTENDERS.setdefault(mechanism, []).append(contender)
+            CONTENDERS.setdefault(mechanism, []).append(Contender(name or call.__name__, call, **fields))
         return call
 
     return register
@@ -74,7 +78,7 @@ def ours(mechanism: str, entry: str, **fields) -> None:
     contender(mechanism, name=entry, entry=entry, **fields)(form(mechanism, entry))
 
 
-def chosen(mechanism: str, option: str, *values: str) -> None:
+def ours_with(mechanism: str, option: str, *values: str) -> None:
     """Register the kernel that "triton" plans for each value of an option, as triton_VALUE."""
     for value in values:
         options = {option: value}
@@ -149,7 +153,7 @@ page("softmax_attention", "flash_attention.flash_attention")
 ours("linear_attention", "triton")
 ours("linear_attention", "triton_materialised", packed=False)
 looped("linear_attention", "triton_loop", form("linear_attention", "triton"))
-chosen("linear_attention", "path", "fused", "segmented")
+ours_with("linear_attention", "path", "fused", "segmented")
 ours("simple_gla", "triton")
 
 
@@ -192,7 +196,7 @@ page("linear_attention", "linear_attention_segments.linear_attention", name="pag
 # gated linear attention
 
 ours("gla", "triton")
-chosen("gla", "kernel", "portable", "hopper")
+ours_with("gla", "kernel", "portable", "hopper")
 
 
 chunk_fuse = function("gla_ref.kernels.exhibits.gla_chunk_fuse", "gla_chunk_fuse")
@@ -295,21 +299,21 @@ for mechanism, steps in STEPS.items():
 def by_triton(call: Callable) -> Callable:
     """A call of fla that its own Triton kernels serve, where it would hand it to others if they are installed."""
 
-    def without(case, **tensors):
+    def alone(case, **tensors):
         with mock.patch.dict(os.environ, FLA_FLASH_QLA="0", FLA_TILELANG="0", FLA_FLASH_KDA="0"):
             return call(case, **tensors)
 
-    return without
+    return alone
 
 
-DELTA = ("portable", "hopper_fused", "hopper_ahead")
+DELTA_KERNELS = ("portable", "hopper_fused", "hopper_ahead")
 for mechanism, module, op, kernels, options in (
-    ("delta_rule", "fla.ops.delta_rule", "chunk_delta_rule", DELTA, {}),
-    ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", DELTA, {}),
+    ("delta_rule", "fla.ops.delta_rule", "chunk_delta_rule", DELTA_KERNELS, {}),
+    ("gated_delta_rule", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", DELTA_KERNELS, {}),
     ("kda", "fla.ops.kda", "chunk_kda", ("portable", "hopper"), {"safe_gate": True}),  # gates in [-5, 0]
 ):
     ours(mechanism, "triton")
-    chosen(mechanism, "kernel", *kernels)
+    ours_with(mechanism, "kernel", *kernels)
     contender(mechanism, name=f"fla_{op}", peer=True, limit_s=200)(by_triton(function(module, op, **options)))
 page("gated_delta_rule", "gated_delta_rule.gated_delta_rule")
 page("gated_delta_rule", "gated_delta_rule_hopper.gated_delta_rule", name="page_hopper", sizes=(128,), hopper=True)
@@ -321,7 +325,7 @@ def flash_qla(case, g, **tensors):
     return function("flash_qla", "chunk_gated_delta_rule")(case, g=g.float(), **tensors)
 
 
-@functools.lru_cache(maxsize=8)  # as many as there are sets of inputs: a model makes its gates so
+@functools.lru_cache(maxsize=8)  # as many as there are sets of inputs; not timed, since a model makes its gates so
 def factors(g, beta, ends: int) -> tuple:
     """g and beta as FlashInfer takes them, in float32: a gate is a factor, and the ends of packed sequences."""
     return g.float().exp().flatten(0, 1), beta.float().flatten(0, 1), torch.arange(ends, device=g.device) * g.shape[1]

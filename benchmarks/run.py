@@ -5,13 +5,14 @@
 
 It runs in the host's own Python, needs a GPU and no network. A record replaces the older one of the same suite,
 contender, direction and shape; the rest of the file stays.
+
+suites.py has the cases, contenders.py the functions, truth.py judges results, timing.py measures. Here `records_of`
+makes a case's records, by `measured` for each contender, which checks and times each direction.
 """
 
 import argparse
-import itertools
 import json
 import os
-import random
 import re
 import shutil
 import statistics
@@ -35,11 +36,17 @@ sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 from contenders import CONTENDERS, Contender
 from suites import LEAVES, SUITES, Case, flop_floor, inputs, memory_floor_bytes
 from timing import ceilings, clocks, limit, median_ms, on_the_clock, peak_bytes, timed, where_us
+from truth import Truth, fingerprint
 
 from gla_ref import results
-from gla_ref.check import MECHANISMS, oracle
 
 PEERS = ("flash-linear-attention", "fla-core", "flash-qla", "tilelang", "flashinfer-python", "nvidia-cudnn-frontend")
+# a record's fields that a case fixes, and those by which a newer record replaces an older one
+SHAPE = ("mechanism", "B", "T", "H", "value_heads", "K", "V", "dtype", "gates", "lengths", "state", "decode")
+IDENTITY = ("suite", "contender", "direction", *SHAPE)
+REFUSED = dict.fromkeys(("ms", "peak_bytes", "first_call_s", "error", "budget"))  # the fields of a call that raised
+REFUSED |= {"samples_ms": [], "clocks": {}, "correct": False}
+NEW_LENGTHS = 40  # sequences whose lengths no call has had before
 
 
 def poison() -> None:
@@ -51,62 +58,8 @@ def poison() -> None:
     del del_me
 
 
-def fingerprint(got: dict[str, Tensor]) -> str:
-    """A number in 16 digits that is the same for equal bits, and otherwise hardly ever."""
-    total = 0
-    for x in got.values():
-        words = x.detach().contiguous().flatten().view(torch.int16)
-        for n, part in enumerate(words.split(1 << 26)):  # sums modulo 2^64
-            total = total * 31 + int((part.long() * (2 * torch.arange(len(part), device=part.device) + 1)).sum()) + n
-    return f"{total % 2**64:016x}"
-
-
-class Truth:
-    """Oracle and emulated runs of a case for some random (b, h) pairs over the full T, made once.
-
-    As many runs as the kit's: twice the error of the worse of two is less than that of a third in 1 % of octaves.
-    """
-
-    def __init__(self, case: Case, x: dict[str, Tensor], pairs: int = 2):
-        rng, self.few = random.Random(str(case)), case.H
-        self.pairs = [(rng.randrange(case.B), rng.randrange(case.H)) for _ in range(pairs)]
-        ends = itertools.accumulate(case.lengths or (case.T,), initial=0)
-        self.spans = list(itertools.starmap(slice, itertools.pairwise(ends)))
-        self.mechanism, self.made = case.mechanism, []
-        run = 0 if MECHANISMS[case.mechanism].cache else 1  # exponentials to base 2; chunks of 64
-        for b, h in self.pairs:
-            for n, s in enumerate(self.spans):
-                one = self.head(x, b, h, s, n)
-                right = oracle.exact(self.mechanism, one)
-                self.made.append((right, oracle.emulated(self.mechanism, one, chosen=[run], sharp=False)))
-
-    def head(self, x, b, h, span, sequence=0):
-        """One head of one sequence, the n-th of a pack (else of the batch) for its initial state.
-
-        Where value heads share key heads, a key head with all of them.
-        """
-
-        def of(many):
-            return slice(h * many // self.few, (h + 1) * many // self.few)
-
-        one = {n: y[b : b + 1, span, of(y.shape[2])] for n, y in x.items() if n not in ("cu_seqlens", "initial_state")}
-        one = {"d o" if n == "do" else n: y for n, y in one.items()}
-        if "initial_state" in x:
-            n, S = sequence + b, x["initial_state"]
-            one["S0"] = S[n : n + 1, of(S.shape[1])]
-        return one
-
-    def judge(self, got: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
-        worst: dict[str, tuple[float, float]] = {}
-        places = [(b, h, s) for b, h in self.pairs for s in self.spans]
-        for (b, h, s), made in zip(places, self.made, strict=True):
-            for n, v in oracle.judge(self.mechanism, self.head(got, b, h, s), *made).items():
-                if n not in worst or v[0] / v[1] > worst[n][0] / worst[n][1]:
-                    worst[n] = v
-        return worst
-
-
 def leaves(x: dict[str, Tensor]) -> list[str]:
+    """Names of the inputs that get gradients."""
     return [n for n in LEAVES if n in x]
 
 
@@ -114,12 +67,9 @@ def call(contender: Contender, case: Case, x: dict[str, Tensor]) -> Tensor:
     return contender.call(case, **{n: y for n, y in x.items() if n != "do"})
 
 
-LENGTHS = 40  # that are new to a kernel
-
-
 def new_length_us(contender: Contender, case: Case) -> float:
     """Median microseconds until a forward call of a length returns that was not met before, nothing else being new."""
-    sets = [inputs(replace(case, T=case.T + 1 + n), seed=n) for n in range(LENGTHS)]
+    sets = [inputs(replace(case, T=case.T + 1 + n), seed=n) for n in range(NEW_LENGTHS)]
     times = []
     with torch.no_grad():
         for x in sets:
@@ -130,11 +80,7 @@ def new_length_us(contender: Contender, case: Case) -> float:
     return round(statistics.median(times) * 1e6, 1)
 
 
-REFUSED = dict.fromkeys(("ms", "peak_bytes", "first_call_s", "error", "budget"))
-REFUSED |= {"samples_ms": [], "clocks": {}, "correct": False}
-
-
-def prepared(contender: Contender, case: Case, direction: str, x: dict[str, Tensor]) -> Callable:
+def call_of(contender: Contender, case: Case, direction: str, x: dict[str, Tensor]) -> Callable:
     """The call that is timed: forward, backward through a graph that is there, or both."""
 
     def forward():
@@ -156,41 +102,41 @@ def prepared(contender: Contender, case: Case, direction: str, x: dict[str, Tens
     return lambda: backward(o)
 
 
-def measure(
+def measured(
     contender: Contender, case: Case, sets: list[dict], truth: Truth, compiled: bool = False
 ) -> dict[str, dict]:
     """{direction: the fields of a record beyond the shape}; a refusal is a result, and the next contender still runs.
 
     compiled: the contender may find its kernels compiled, so that its first call says nothing.
     """
-    errors = {}
+    fields = {}
     for direction in case.directions:
         if {"both": "backward"}.get(direction, direction) not in contender.directions:
             continue
         try:
-            errors[direction] = checked_and_timed(contender, case, direction, sets, truth)
+            fields[direction] = checked_and_timed(contender, case, direction, sets, truth)
             if compiled:
-                errors[direction]["first_call_s"] = None
+                fields[direction]["first_call_s"] = None
         except Exception as e:
             if not contender.peer:
                 traceback.print_exc()
-            errors[direction] = REFUSED | {"message": f"{type(e).__name__}: {e}".strip()[:400]}
+            fields[direction] = REFUSED | {"message": f"{type(e).__name__}: {e}".strip()[:400]}
             torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    return errors
+    return fields
 
 
 def checked_and_timed(contender: Contender, case: Case, direction: str, sets: list[dict], truth: Truth) -> dict:
     """First the first call and its check, then times and memory."""
     poison()
     with limit(contender.limit_s):
-        first = prepared(contender, case, direction, sets[0])
+        first = call_of(contender, case, direction, sets[0])
         got, first_s = timed(first)
         names = [f"d{n}" for n in leaves(sets[0])]
         got = {"o": got} if direction == "forward" else dict(zip(names, got, strict=True))
         verdict, bits = truth.judge(got), fingerprint(got)
         del got
-        calls = [first, *(prepared(contender, case, direction, x) for x in sets[1:])]
+        calls = [first, *(call_of(contender, case, direction, x) for x in sets[1:])]
     error, budget = max(verdict.values(), key=lambda v: v[0] / v[1])
     wrong = [n for n, (e, b) in verdict.items() if not e <= b]
     with limit(60):
@@ -224,7 +170,7 @@ def sets_of(case: Case) -> list[dict]:
     return [inputs(case, seed) for seed in range(n)]
 
 
-def who(case: Case) -> list[Contender]:
+def contenders_of(case: Case) -> list[Contender]:
     """The contenders that are measured on a case."""
     return [
         c
@@ -235,7 +181,7 @@ def who(case: Case) -> list[Contender]:
     ]
 
 
-def ran(contender: Contender, case: Case, x: dict[str, Tensor]) -> str | None:
+def kernels_of(contender: Contender, case: Case, x: dict[str, Tensor]) -> str | None:
     """The name of the kernels that one of our own contenders runs: what the plan chose."""
     if contender.entry is None:
         return None
@@ -247,6 +193,7 @@ def ran(contender: Contender, case: Case, x: dict[str, Tensor]) -> str | None:
 
 
 def table(records: list[dict], peers: set[str]) -> str:
+    """One case's records in one direction, the fastest first."""
     from tabulate import tabulate
 
     rows = []
@@ -273,10 +220,6 @@ def table(records: list[dict], peers: set[str]) -> str:
     return tabulate(rows, headers="keys", maxcolwidths=[None] * 12 + [60], disable_numparse=True)
 
 
-SHAPE = ("mechanism", "B", "T", "H", "value_heads", "K", "V", "dtype", "gates", "lengths", "state", "decode")
-IDENTITY = ("suite", "contender", "direction", *SHAPE)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("suites", nargs="*", help="; ".join(f"{n}: {f.__doc__}" for n, f in SUITES.items()))
@@ -295,7 +238,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-class Budget:
+class Deadline:
     """The seconds in which contenders are started; those of the peers' first calls are not counted."""
 
     def __init__(self, seconds: float):
@@ -310,20 +253,20 @@ class Budget:
         return self.spent - self.searched >= self.seconds
 
 
-def measured(
-    suite: str, case: Case, contenders: list[Contender], budget: Budget, environment: dict, compiled: bool
+def records_of(
+    suite: str, case: Case, contenders: list[Contender], deadline: Deadline, environment: dict, compiled: bool
 ) -> list[dict]:
-    """The records of a case: one for each contender and direction, as long as the budget lasts."""
+    """The records of a case: one for each contender and direction, until the deadline."""
     records, sets, truth = [], None, None
     for it in contenders:
-        if budget.over:
-            print(f"{case} {it.name}: not run, {budget.seconds:.0f} s are over", flush=True)
+        if deadline.over:
+            print(f"{case} {it.name}: not run, {deadline.seconds:.0f} s are over", flush=True)
             continue
         if truth is None:
             sets = sets_of(case)
             truth = Truth(case, sets[0])
-        for direction, found in measure(it, case, sets, truth, it.peer and compiled).items():
-            budget.searched += it.peer * (found["first_call_s"] or 0)
+        for direction, fields in measured(it, case, sets, truth, it.peer and compiled).items():
+            deadline.searched += it.peer * (fields["first_call_s"] or 0)
             moved, flop = memory_floor_bytes(case, direction), flop_floor(case, direction)
             records.append(
                 {
@@ -332,8 +275,8 @@ def measured(
                     "contender": it.name,
                     "peer": it.peer,
                     "direction": direction,
-                    "ran": ran(it, case, sets[0]),
-                    **found,
+                    "ran": kernels_of(it, case, sets[0]),
+                    **fields,
                     "commit": environment["commit"],
                     "triton": environment["triton"],
                     "floor_ms": round(moved / environment["copy_gb_s"] / 1e6, 9),
@@ -361,28 +304,28 @@ def main() -> None:
         for name, cases in SUITES.items():
             print(f"{name}: {cases.__doc__}")
             for case in cases():
-                print(f"  {case}: {', '.join(c.name for c in who(case))}")
+                print(f"  {case}: {', '.join(c.name for c in contenders_of(case))}")
         return
     if not torch.cuda.is_available():
         sys.exit("benchmarks: expected an NVIDIA GPU, found none")
     if args.compiled:
         shutil.copytree(args.compiled, os.environ["TRITON_CACHE_DIR"], dirs_exist_ok=True)
-    budget = Budget(args.seconds)
+    deadline = Deadline(args.seconds)
     environment = results.environment(torch.cuda.get_device_name(), PEERS) | ceilings()
     environment["peers"]["cudnn"] = torch.backends.cudnn.version()
     print(json.dumps(environment), flush=True)
     path = args.out or results.file(environment["gpu"])
     chosen = [(suite, case) for suite in args.suites for case in SUITES[suite]() if re.search(args.match, str(case))]
     for suite, case in chosen:
-        contenders = [c for c in who(case) if not args.only or c.name in args.only]
+        contenders = [c for c in contenders_of(case) if not args.only or c.name in args.only]
         if args.direction:
             case = replace(case, directions=(args.direction,))
-        records = measured(suite, case, contenders, budget, environment, args.compiled is not None)
+        records = records_of(suite, case, contenders, deadline, environment, args.compiled is not None)
         report(suite, case, records, {c.name for c in contenders if c.peer})
         if records:
             results.merge(path, environment, "records", records, IDENTITY)
         torch.cuda.empty_cache()
-    print(f"\n{budget.spent:.0f} s, of these {budget.searched:.0f} s the peers' first calls; results: {path}")
+    print(f"\n{deadline.spent:.0f} s, of these {deadline.searched:.0f} s the peers' first calls; results: {path}")
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
 
 from gla_ref import FORMS, context_parallel, results
-from gla_ref.mechanisms import MECHANISMS as KINDS
+from gla_ref.mechanisms import MECHANISMS
 from gla_ref.over_ranks.exchange import Ranks, all_gather
 
-MECHANISMS = ("gla", "linear_attention", "gated_delta_rule", "kda")
+MEASURED = ("gla", "linear_attention", "gated_delta_rule", "kda")
 KEY = ("mechanism", "tokens", "heads", "size", "ranks", "exchange")
 
 
@@ -50,7 +50,7 @@ def tokens(mechanism: str, T: int, H: int, D: int, dtype: torch.dtype, device: s
     """Draw q, k, v, gates, strengths and do, alike on every rank."""
     rng, sizes = torch.Generator(device).manual_seed(T), dict(B=1, T=T, H=H, HV=H, K=D, V=D)
     x = {}
-    for a in KINDS[mechanism].arguments:
+    for a in MECHANISMS[mechanism].arguments:
         if not a.optional:
             y = torch.randn([sizes[axis] for axis in a.axes.split()], generator=rng, device=device, dtype=dtype)
             x[a.name] = {"gate": F.logsigmoid(y) / 16, "strength": y.sigmoid()}.get(a.role, y)
@@ -113,11 +113,11 @@ def gather_seconds(numbers: int, device: str, repeats: int) -> float:
 
 
 def own(x, rank, size):
-    """The pieces are equal."""
+    """A rank's piece of every tensor: the pieces are equal."""
     return {n: y.chunk(size, 1)[rank].contiguous() for n, y in x.items()}
 
 
-class Parts(NamedTuple):
+class Stages(NamedTuple):
     """Seconds of a rank in the stages of a forward and backward pass, and the bytes that it sends."""
 
     maps: float
@@ -126,8 +126,8 @@ class Parts(NamedTuple):
     sent: float
 
 
-def parts(call, device: str, repeats: int) -> dict:
-    """Of a forward and backward pass: the times of the maps and the exchanges, of the slowest rank; bytes sent."""
+def stages(call, device: str, repeats: int) -> dict:
+    """The times of a call's maps and exchanges, forward and backward, of the slowest rank, and the bytes sent."""
     ranks, took, measured = Ranks.of(None), Counter(), []
 
     @contextlib.contextmanager
@@ -142,16 +142,17 @@ def parts(call, device: str, repeats: int) -> dict:
         sync(device)
         took.update({"waiting": began - came, stage: time.perf_counter() - began})
 
-    usual, ranks.stage = ranks.stage, timed
+    usual, ranks.stage = ranks.stage, timed  # what maps and exchanges run in
     for _ in range(repeats + 2):
         took.clear()
         ranks.sent = 0
         dist.barrier()
         call()
-        most, least = torch.tensor([Parts(**took, sent=ranks.sent)] * 2, dtype=torch.float64, device=device)
+        # two copies, which become the most and the least of all ranks
+        most, least = torch.tensor([Stages(**took, sent=ranks.sent)] * 2, dtype=torch.float64, device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         dist.all_reduce(least, dist.ReduceOp.MIN)
-        most, least = Parts(*most.tolist()), Parts(*least.tolist())
+        most, least = Stages(*most.tolist()), Stages(*least.tolist())
         # the last rank to come waits for no other, but for the barrier itself
         measured.append(most._replace(waiting=most.waiting - least.waiting))
     ranks.stage = usual
@@ -168,6 +169,7 @@ def worst(found: dict, exact: dict) -> float:
 
 
 def gib(device: str) -> float | None:
+    """The most GiB in use since the last reset; None on a CPU."""
     return torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
 
 
@@ -225,12 +227,12 @@ class Mechanism:
             record |= self.timed(self.form, x, exchange=way)
             record |= dict(alone=least["seconds"], alone_replayed=least["replayed"], gib_alone=least["gib"])
             record |= dict(single={name: (y["seconds"], y["replayed"]) for name, y in single.items()})
-            record |= parts(functools.partial(step, self.form, x, exchange=way), self.device, args.repeats)
+            record |= stages(functools.partial(step, self.form, x, exchange=way), self.device, args.repeats)
             record["gather_seconds"] = [gather_seconds(n, self.device, args.repeats) for n in (record["sent"] // 8, 1)]
             yield record | self.errors[way]
 
 
-def said(r: dict) -> str:
+def line_of(r: dict) -> str:
     """A record in a line: how many times one GPU, and what is missing to the number of GPUs, in ms."""
     line = f"{r['mechanism']} {r['tokens']:,} {r['exchange']}: {1e3 * r['seconds']:.2f} ms"
     if r["alone"]:
@@ -249,7 +251,7 @@ def said(r: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", help="processes, one a GPU; default: 2, and 4 if there are 4")
-    parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS, choices=MECHANISMS)
+    parser.add_argument("--mechanisms", nargs="+", default=MEASURED, choices=MEASURED)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 19, 1 << 16, 1 << 20])
     parser.add_argument("--exchange", nargs="+", default=["all-gather", "pipeline"])
     parser.add_argument("--heads", type=int, default=16)
@@ -288,7 +290,7 @@ def main() -> None:
                 known[name] = Mechanism(args, name, device, alone)
             for record in known[name].records(T, ways):
                 if rank == 0:
-                    print(said(record), flush=True)
+                    print(line_of(record), flush=True)
                     if out:
                         results.merge(out, environment, "scaling", [record | by], KEY)
     dist.destroy_process_group()

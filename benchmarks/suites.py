@@ -1,7 +1,7 @@
-"""Cases to measure: shapes, random inputs, and suites of them by name.
+"""Cases to measure: a case's shape, its random inputs, its floors in bytes and FLOPs, and suites of cases by name.
 
-To add a suite, write a function that returns cases, and list it in KNOWN. To add a contender, see
-contenders.py; every contender of a case's mechanism runs on it.
+To add a suite, write a function that returns cases, and list it in SUITES. To add a contender, see
+contenders.py; every contender of a case's mechanism runs on it, unless the case names some.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid, normalize
 from gla_ref import results
 from gla_ref.mechanisms import MECHANISMS, Argument
 
-# everything that any mechanism is given, by name: what gradients are taken of
+# names of the tensors that any mechanism is given, and gradients are taken of
 LEAVES = tuple(dict.fromkeys(x.name for m in MECHANISMS.values() for x in m.arguments))
 
 
@@ -369,23 +369,8 @@ def scoreboard() -> list[Case]:
     return [Case(m, *shape, gates=gates.get(m), only=only.get(m, ("triton",)), directions=forward) for m in mechanisms]
 
 
-KNOWN = (
-    figure2,
-    flash,
-    linear,
-    gla,
-    hopper,
-    delta,
-    gated_delta,
-    unseen,
-    training,
-    kda,
-    decode,
-    decode_delta,
-    host,
-    paths,
-    prefill,
-    packed,
-    scoreboard,
-)
-SUITES = {f.__name__: f for f in KNOWN}
+SUITES = {
+    f.__name__: f
+    for f in (figure2, flash, linear, gla, hopper, delta, gated_delta, unseen, training, kda)
+    + (decode, decode_delta, host, paths, prefill, packed, scoreboard)
+}

@@ -12,6 +12,8 @@ import torch
 
 from gla_ref import results
 
+BATCH = 10  # calls queued at a time: the queue holds about a thousand launches, and a call may have dozens
+
 
 class Late(Exception):
     """A call took longer than it may."""
@@ -37,9 +39,6 @@ def clocks() -> dict[str, int]:
     """Clocks in MHz, just after the work that they are reported for."""
     line = results.command("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader,nounits")
     return dict(zip(("sm_mhz", "memory_mhz"), map(int, re.findall(r"\d+", line)), strict=False))
-
-
-BATCH = 10  # calls queued at a time: the queue holds about a thousand launches, and a call may have dozens
 
 
 def samples(calls: list, reps: int) -> list[float]:
@@ -68,6 +67,7 @@ def samples(calls: list, reps: int) -> list[float]:
 
 
 def median_ms(calls: list, budget_s: float = 0.5) -> tuple[float, list[float]]:
+    """The median of 7 to 50 samples, as many as fit into the budget, and all of them."""
     once = max(min(samples(calls, 3)), 1e-3)
     times = samples(calls, int(min(50, max(7, budget_s * 1e3 / once))))
     return statistics.median(times), [round(t, 5) for t in times]
@@ -84,7 +84,8 @@ def ceilings() -> dict[str, float]:
     return {"copy_gb_s": round(2 * 2**31 / copy / 1e6, 1), "matmul_tflop_s": round(2 * 8192**3 / product / 1e9, 1)}
 
 
-def timed(f):
+def timed(f) -> tuple[object, float]:
+    """f() and the seconds until the GPU is done with it."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     result = f()

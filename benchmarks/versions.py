@@ -9,9 +9,9 @@
 Triton and its assembler are chosen when a process starts, so the GPU tests (`make test-gpu`), the trainings of
 tools/stress_gpu.py and run.py with our own contenders run as programs of their own. Writes
 results/<gpu>-versions.json: a record for each pair of versions, in which only the parts that ran are new. `tests`
-counts how the tests of files that ran together ended, and names those that failed; `stress` is True if no training died
-and equal ones stayed equal;
-`times` has the medians in ms of each suite, with `bits`, which are equal where two versions gave the same results.
+counts how the tests of files that ran together ended, and names those that failed; `stress` is True if no training
+died and equal ones stayed equal; `times` has the medians in ms of each suite, with `bits`, which are equal where two
+versions gave the same results.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from contenders import CONTENDERS
 
 from gla_ref import results
 
-SUITES = "gla", "hopper", "delta", "gated_delta", "linear", "flash"
-KEPT = *run.IDENTITY, "ran", "ms", "correct", "error", "budget", "bits", "first_call_s", "message"
+USUAL_SUITES = "gla", "hopper", "delta", "gated_delta", "linear", "flash"
+FIELDS = *run.IDENTITY, "ran", "ms", "correct", "error", "budget", "bits", "first_call_s", "message"
 KEY = "triton", "assembler"
-ASKED = """
+ASK = """
 import json, triton
 from triton.backends.nvidia.compiler import get_ptxas
 print(json.dumps([triton.__version__, get_ptxas(90).path]))
@@ -56,7 +56,7 @@ def environment(triton: str | None, assembler: str | None) -> dict[str, str]:
 
 def asked(env: dict[str, str]) -> dict[str, str]:
     """Versions of the Triton and the assembler for sm_90 that such a process has."""
-    told = subprocess.run([sys.executable, "-c", ASKED], env=env, capture_output=True, text=True, check=True)
+    told = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, check=True)
     version, path = json.loads(told.stdout.strip().splitlines()[-1])
     return {"triton": version, "assembler": re.search(r"V([\d.]+)", results.command(path, "--version"))[1]}
 
@@ -83,11 +83,12 @@ def timed(env: dict[str, str], args: argparse.Namespace) -> list[dict]:
     ours = sorted({c.name for every in CONTENDERS.values() for c in every if not c.peer})
     with tempfile.TemporaryDirectory() as there:
         out = Path(there, "times.json")
-        command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *(args.suites or SUITES), "--match", args.match]
-        command += ["--seconds", str(args.seconds), "--out", str(out), "--only", *ours, *args.peers]
+        command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), *(args.suites or USUAL_SUITES)]
+        command += ["--match", args.match, "--seconds", str(args.seconds), "--out", str(out)]
+        command += ["--only", *ours, *args.peers]
         command += ["--compiled", str(args.compiled)] if args.compiled else []
         subprocess.run(command, env=env | {"TRITON_CACHE_DIR": there}, cwd=ROOT, check=True)
-        return [{n: r.get(n) for n in KEPT} for r in results.read(out, "records")]
+        return [{n: r.get(n) for n in FIELDS} for r in results.read(out, "records")]
 
 
 def gpu_tests() -> list[str]:
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="GPU tests of these files; without a file: of all")
     parser.add_argument("--jobs", type=int, default=15, help="processes that run tests")
     parser.add_argument("--stress", type=float, metavar="SECONDS", help="train side by side for so long")
-    parser.add_argument("--suites", nargs="*", help=f"of run.py; without a name: {', '.join(SUITES)}")
+    parser.add_argument("--suites", nargs="*", help=f"of run.py; without a name: {', '.join(USUAL_SUITES)}")
     parser.add_argument(
         "--match", default="", help="these cases only: a regular expression for the lines of run.py --list"
     )

@@ -80,7 +80,7 @@ def test_every_suite_has_cases_and_contenders():
         for case in suite():
             assert case.mechanism in CONTENDERS and case.mechanism in MECHANISMS
             assert sum(case.lengths or (case.T,)) == case.T
-            assert {c.name for c in run.who(case)} >= set(case.only or {"triton"})
+            assert {c.name for c in run.contenders_of(case)} >= set(case.only or {"triton"})
             for direction in case.directions:
                 assert suites.memory_floor_bytes(case, direction) > 0
                 assert suites.flop_floor(case, direction) > 0

@@ -45,7 +45,7 @@ def close(x, y, tolerance=1e-9):
 
 
 def test_a_config_knows_every_mixer():
-    assert config.MIXERS == tuple(MIXERS)
+    assert config.MIXER_NAMES == tuple(MIXERS)
 
 
 # -- one model, however its tokens come ---------------------------------------------------------

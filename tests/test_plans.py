@@ -118,7 +118,7 @@ def test_what_was_measured_on_hopper_stays(case):
 
 @pytest.mark.parametrize("call", CALLS[:-1])
 def test_sizes_that_do_not_fit_are_named(call):
-    with pytest.raises(ValueError, match=r"^q: expected K of at most 128 .* on sm_75 \(64 KB .*, got 256$"):
+    with pytest.raises(ValueError, match=r"^q: expected K of at most 128 .* on sm_75 \(64 KiB .*, got 256$"):
         plans(call, 256, 64, torch.float16, "sm_75")
     for name in set(CLASSES) - {"sm_75"}:
         assert plans(call, 256, 256, torch.float16, name)

@@ -19,28 +19,18 @@ LN2 = math.log(2)
 C = 64  # the chunk that lengths and gates aim at, and that findings are located in
 SUB = 16  # its sub-chunk
 SEARCH = 40  # random cases of the full level
-MANY = 70  # batch entries or packed sequences, more than a block of 64 holds that looks them all up
+MANY_ENTRIES = 70  # batch entries or packed sequences, more than a block of 64 holds that looks them all up
 MILD = "logsigmoid/16"
 BY_CHUNKS = "mild and strong chunks by turns"  # heads take turns too, so a lost state still shows
 WEAK_HEAD = "strong but in one head"
 TURNS = HAND_OVER, RELAY = "hand-over", "relay"  # keys hand the state from a channel to another before it is erased
-GATES = (
-    "zero",
-    "-1e-4",
-    MILD,
-    "-0.2",
-    "-1",
-    "-20",
-    "-1e3",
-    "-inf",
-    "one strong channel",
-    "mild and strong chunks",
-    "switch - 1e-3",
-    "switch + 1e-3",
-    "resets at chunk ends",
-    "many resets",
-)
-KEYS = ("k", "k_cache")  # of size 1 whatever the others have
+UNIFORM = ("zero", "-1e-4", MILD, "-0.2", "-1", "-20", "-1e3", "-inf")  # alike or mild, from weak to strong
+GATES = (*UNIFORM, "one strong channel", "mild and strong chunks", "switch - 1e-3", "switch + 1e-3")
+GATES += ("resets at chunk ends", "many resets")
+LAST = 16 * C + SUB + 1  # tokens of a long sequence
+PACKED = {"B": 1, "T": 130, "ends": (0, 0, 33, 33, 40, 120, 130, 130)}
+STRONG_SIZES = {"B": 1, "H": 4, "K": 8, "V": 4, "T": 6 * C}  # cases of equal sizes are worked out side by side
+KEYS = ("k", "k_cache")  # tensors of size 1 whatever size the others have
 OPTIONAL = {  # what a kernel may refuse: by the role of the input that has another dtype, or by strides
     "gate": "gates in float32",
     "strength": "strengths in float32",
@@ -151,25 +141,48 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     if level not in ("quick", "full"):
         raise ValueError(f"level: expected 'quick' or 'full', got {level!r}")
     kind = MECHANISMS[mechanism]
-    lengths = (1, 7, C - 1, C, C + 1, 2 * C, 2 * C + SUB + 1)
-    found = [Case(f"length {T}", T=T, telling=T == lengths[-1], often=T in (7, 2 * C)) for T in lengths]
     gates, strengths = kind.named("gate"), kind.named("strength")
-    if gates:
-        found += [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g) for g in GATES[:-1]]
-        found.append(Case("gate many resets", T=3 * C + 3, H=2, gate=GATES[-1], telling=True))
-    ends, others = (0, 0, 33, 33, 40, 120, 130, 130), (0, 20, 20, 53, 90, 97, 97, 130)
-    packed = {"B": 1, "T": ends[-1], "ends": ends}
-    strong = {"B": 1, "H": 4, "K": 8, "V": 4, "T": 6 * C}  # equal sizes are worked out side by side
+    found = of_lengths()
+    found += of_gates() if gates else []
+    found += of_calls(kind)
+    found += of_caches() if kind.cache else of_states(kind)
+    found += of_strong_gates(gates[0]) if gates else []
+    found += of_strengths(strengths[0]) if strengths else []
+    found += of_value_heads() if kind.mechanism.multiples else []
+    if level == "full":
+        found += of_large_sizes(kind.widest)
+        found += [case for case in on_packed_and_long() if gates and case not in found]
+        turns = product(TURNS if strengths else (), (8192, 32768))
+        found += [Case(f"{turn}, {T} tokens", **STRONG_SIZES | {"H": 2, "T": T}, gate=turn) for turn, T in turns]
+        found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
+    return found
+
+
+def of_lengths() -> list[Case]:
+    """Lengths about one chunk and two."""
+    lengths = (1, 7, C - 1, C, C + 1, 2 * C, 2 * C + SUB + 1)
+    return [Case(f"length {T}", T=T, telling=T == lengths[-1], often=T in (7, 2 * C)) for T in lengths]
+
+
+def of_gates() -> list[Case]:
+    """The gate ladder, in one chunk and a piece; many resets, in three chunks and a piece."""
+    found = [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g) for g in GATES[:-1]]
+    return [*found, Case("gate many resets", T=3 * C + 3, H=2, gate=GATES[-1], telling=True)]
+
+
+def of_calls(kind: Kind) -> list[Case]:
+    """Sizes, scales, packed sequences, strides and losses, which every mechanism has; then several of them at once."""
+    gates, strengths = kind.named("gate"), kind.named("strength")
+    others = (0, 20, 20, 53, 90, 97, 97, 130)
     whole = (0, C, 3 * C, 3 * C, 6 * C + 8, 6 * C + SUB + 8, 7 * C + SUB + 8)
-    many = tuple(n + n // 3 for n in range(MANY + 1))
+    many = tuple(n + n // 3 for n in range(MANY_ENTRIES + 1))
     joint = {"B": 1, "H": 9, "V": 20, "gate": BY_CHUNKS if gates else MILD}
     several = {"H": 3, "groups": 2} if kind.mechanism.multiples else {"H": 5}
-    last = 16 * C + SUB + 1
     # a delta rule's triangles of so many heads would take seconds
     long = {"H": 2, "T": 300} if strengths else {"H": 16, "K": 3, "V": 4, "T": 4 * C + 10}
     long = {"H": 1, "T": 8 * C + 1} if kind.cache else long
     tiled = (481,) if kind.cache else (480, 481)  # a cache has no final state that a last whole tile could miss
-    found += [
+    found = [
         Case("square", H=2, K=6, V=6, T=2 * C, telling=True),
         Case("one head", H=1, K=64, V=48, T=C + SUB + 1),
         Case("wide", H=2, K=40, V=36, T=C + 3),
@@ -182,18 +195,18 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         Case("no initial state", state=False),
         Case("scale without state", scale=0.7, state=False, strides="strided", loss="o"),
         Case("loss without state", state=False, strides="misaligned", loss="state"),
-        Case("packed", **packed, state=not kind.cache, telling=True),
-        Case("packed with other boundaries", **packed | {"ends": others}, state=False, index="int64"),
-        Case("packed with scale", **packed, H=9, state=not kind.cache, scale=0.7),
+        Case("packed", **PACKED, state=not kind.cache, telling=True),
+        Case("packed with other boundaries", **PACKED | {"ends": others}, state=False, index="int64"),
+        Case("packed with scale", **PACKED, H=9, state=not kind.cache, scale=0.7),
         Case("packed whole chunks", B=1, T=whole[-1], ends=whole, state=not kind.cache),
         Case("many sequences", B=1, T=many[-1], H=2, K=3, V=5, ends=many, state=not kind.cache),
-        Case("packed strided", **packed, state=False, strides="strided", loss="o"),
+        Case("packed strided", **PACKED, state=False, strides="strided", loss="o"),
         Case("strided", strides="strided", telling=True),
         Case("fused", strides="fused"),
         Case("misaligned", strides="misaligned"),
         Case("transposed", strides="transposed"),
         Case("expanded", strides="expanded"),
-        Case("many batch entries", B=MANY, H=1, K=3, V=4, T=3),
+        Case("many batch entries", B=MANY_ENTRIES, H=1, K=3, V=4, T=3),
         Case("many heads", B=3, H=101, K=4, V=6, T=7, state=not kind.cache),
         # several things meet: mistakes that none of them shows alone
         Case("joint", **joint, T=2 * C + 3, K=48),
@@ -215,59 +228,83 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
     ]
     if gates or strengths:  # more of them than a buffer of 8192 numbers holds
         found.append(Case("many tokens and heads", B=1, T=16 * C + SUB, H=8, K=2, V=3, gate="-1" if gates else MILD))
-    if kind.cache:  # scores of which a row's first few may all lie below what exp can hold
-        found.append(Case("steep", scale=300.0, state=False))
-        found.append(Case("steep and negative", scale=-300.0, state=False))
-        found.append(Case("long cache", T=SUB + 3, past=600, scale=3.0))
-        found.append(Case("long cache and one token", T=1, H=4, past=2100, scale=3.0))
-    else:
-        found += [Case("state of float64", other=name) for name in kind.states]
-        found.append(Case("state of zeros", zeros=True))
-        # attention's dv would be a single product here, whose rounding is one of few that a budget has seen
-        found.append(Case("loss of one token", T=2 * C + 3, loss="o", reads=(C + 5, C + 6)))
-        # what rounds in its loud part is nothing to gradients of gates in the chunks before it
-        narrow = {"B": 1, "H": 1, "K": 2, "V": 3, "T": 2113 if strengths else 4097, "loud": (1100, 1900)}
-        found.append(Case("narrow and long", **narrow, gate="-1" if gates else MILD))
-    later = [Case(f"gate {g} packed", **packed, gate=g) for g in GATES]
-    later += [Case(f"gate {g} long", B=1, H=2, T=last, gate=g) for g in GATES]
-    if gates:
-        found.append(Case("wide keys and gate -20", B=1, H=2, K=64, V=20, T=C + SUB + 3, gate="-20"))
-        # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
-        names = "gate -1e-4 long", "gate -1 long", "gate many resets packed"
-        found += [case for case in later if case.name in names]
-        found.append(Case("gates in float32", other=gates[0]))
-        # a state that is dropped where gates are strong on average
-        found.append(Case(WEAK_HEAD, **strong, gate=WEAK_HEAD))
-    if strengths:
-        found.append(Case("strengths up to 2", strength=2.0, T=2 * C + 3, telling=True))
-        found += [Case(f"strength {x}", beta=float(x), T=C + SUB + 3) for x in (0, 1, 2)]
-        found += [Case(f"keys alike {x}", alike=x, T=C + SUB + 3, K=16) for x in (0.9, 0.99)]
-        found.append(Case("equal keys", alike=1.0, T=C + SUB + 3))
-        found.append(Case("keys alike, strengths up to 2", alike=0.9, strength=2.0, T=2 * C + 3))
-        found.append(Case("short keys", keys=0.5, T=C + 3, telling=True))
-        found.append(Case("values that keys find", found=True, gate="zero", K=16, T=C + SUB + 3))
-        # an earlier octave has a unit of its own: what later tokens do to it shows
-        found.append(Case("later tokens loud", loud=(C, 2 * C + 3), T=2 * C + 3))
-        found.append(Case("strengths in float32", other=strengths[0]))
-        found.append(Case(HAND_OVER, **strong, gate=HAND_OVER))
-        found.append(Case(RELAY, **strong | {"H": 2, "K": 4, "T": 16 * C}, gate=RELAY))
-    if kind.mechanism.multiples:
-        found += [
-            Case("value heads", groups=2, T=C + SUB + 3, telling=True),
-            Case("value heads of one key head", H=1, groups=3, T=C + 3),
-            Case("value heads packed", **packed, H=2, groups=3),
-            Case("value heads strided", T=2 * SUB + 3, H=4, groups=4, strides="strided"),
-        ]
-    if level == "full":
-        found += [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (last, 4096, 8192)]
-        sizes = ((1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100))
-        sizes += ((1, 1, 256, kind.widest),)
-        found += [Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1) for B, H, K, V in sizes]
-        found += [case for case in later if gates and case not in found]
-        for turn, T in product(TURNS if strengths else (), (8192, 32768)):
-            found.append(Case(f"{turn}, {T} tokens", **strong | {"H": 2, "T": T}, gate=turn))
-        found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
     return found
+
+
+def of_caches() -> list[Case]:
+    """Steep scores, of which a row's first few may all lie below what exp can hold, and long caches."""
+    return [
+        Case("steep", scale=300.0, state=False),
+        Case("steep and negative", scale=-300.0, state=False),
+        Case("long cache", T=SUB + 3, past=600, scale=3.0),
+        Case("long cache and one token", T=1, H=4, past=2100, scale=3.0),
+    ]
+
+
+def of_states(kind: Kind) -> list[Case]:
+    """A state of zeros and in another dtype, and sums over long sequences."""
+    # what rounds in its loud part is nothing to gradients of gates in the chunks before it
+    narrow = {"B": 1, "H": 1, "K": 2, "V": 3, "T": 2113 if kind.named("strength") else 4097, "loud": (1100, 1900)}
+    return [
+        *(Case("state of float64", other=name) for name in kind.states),
+        Case("state of zeros", zeros=True),
+        # attention's dv would be a single product here, whose rounding is one of few that a budget has seen
+        Case("loss of one token", T=2 * C + 3, loss="o", reads=(C + 5, C + 6)),
+        Case("narrow and long", **narrow, gate="-1" if kind.named("gate") else MILD),
+    ]
+
+
+def on_packed_and_long() -> list[Case]:
+    """The gate ladder again: in packed sequences, and in sixteen chunks and a piece."""
+    found = [Case(f"gate {g} packed", **PACKED, gate=g) for g in GATES]
+    return found + [Case(f"gate {g} long", B=1, H=2, T=LAST, gate=g) for g in GATES]
+
+
+def of_strong_gates(name: str) -> list[Case]:
+    """Gates with wide keys, in float32, and those at which a sum drifts or a state is dropped."""
+    # sums of gradients over all later tokens drift most with slow decay, or stand out least, with fast
+    names = "gate -1e-4 long", "gate -1 long", "gate many resets packed"
+    return [
+        Case("wide keys and gate -20", B=1, H=2, K=64, V=20, T=C + SUB + 3, gate="-20"),
+        *(case for case in on_packed_and_long() if case.name in names),
+        Case("gates in float32", other=name),
+        Case(WEAK_HEAD, **STRONG_SIZES, gate=WEAK_HEAD),  # a state that is dropped where gates are strong on average
+    ]
+
+
+def of_strengths(name: str) -> list[Case]:
+    """Strengths, keys that are alike or short, and keys that hand a state over."""
+    return [
+        Case("strengths up to 2", strength=2.0, T=2 * C + 3, telling=True),
+        *(Case(f"strength {x}", beta=float(x), T=C + SUB + 3) for x in (0, 1, 2)),
+        *(Case(f"keys alike {x}", alike=x, T=C + SUB + 3, K=16) for x in (0.9, 0.99)),
+        Case("equal keys", alike=1.0, T=C + SUB + 3),
+        Case("keys alike, strengths up to 2", alike=0.9, strength=2.0, T=2 * C + 3),
+        Case("short keys", keys=0.5, T=C + 3, telling=True),
+        Case("values that keys find", found=True, gate="zero", K=16, T=C + SUB + 3),
+        # an earlier octave has a unit of its own: what later tokens do to it shows
+        Case("later tokens loud", loud=(C, 2 * C + 3), T=2 * C + 3),
+        Case("strengths in float32", other=name),
+        Case(HAND_OVER, **STRONG_SIZES, gate=HAND_OVER),
+        Case(RELAY, **STRONG_SIZES | {"H": 2, "K": 4, "T": 16 * C}, gate=RELAY),
+    ]
+
+
+def of_value_heads() -> list[Case]:
+    """Several value heads a key head."""
+    return [
+        Case("value heads", groups=2, T=C + SUB + 3, telling=True),
+        Case("value heads of one key head", H=1, groups=3, T=C + 3),
+        Case("value heads packed", **PACKED, H=2, groups=3),
+        Case("value heads strided", T=2 * SUB + 3, H=4, groups=4, strides="strided"),
+    ]
+
+
+def of_large_sizes(widest: int) -> list[Case]:
+    """Long sequences, and unusual sizes up to the widest state."""
+    found = [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (LAST, 4096, 8192)]
+    sizes = (1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100), (1, 1, 256, widest)
+    return found + [Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1) for B, H, K, V in sizes]
 
 
 def but_for_gates(case: Case) -> Case:

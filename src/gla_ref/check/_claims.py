@@ -16,9 +16,9 @@ from ._mechanisms import MECHANISMS, Kind
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 USUAL = (16, 32, 64, 128, 256)  # sizes that a claim which is a function is asked for
 WIDER = 16  # times the numbers of a state that a claim makes of a case's before the case gets smaller
-MANY, PROGRAMS = 16, 148  # heads, and multiprocessors of a GPU
-FLOORS = (None, -20.0, -5.0, -1.0, -0.1)  # and gates
-WIDE = Case(K=40, V=36)  # what the sizes are that a claim says nothing of
+MANY_HEADS, PROGRAMS = 16, 148  # with fewer heads a case may keep its batch entries; multiprocessors of a GPU
+FLOORS = (None, -20.0, -5.0, -1.0, -0.1)  # bounds of gates that it is asked for
+WIDE = Case(K=40, V=36)  # sizes where a claim names none
 LOWEST = {
     "zero": 0.0,
     MILD: -1.0,
@@ -200,7 +200,7 @@ def fewer(case: Case, small: Case) -> Case:
     Others have several batch entries; these are tried for their heads and gates. More programs than a GPU has
     multiprocessors stay more.
     """
-    if case.ends or case.K * case.V < WIDER * small.K * small.V or (case.H < MANY and case.gate == MILD):
+    if case.ends or case.K * case.V < WIDER * small.K * small.V or (case.H < MANY_HEADS and case.gate == MILD):
         return case
     return replace(case, B=min(case.B, PROGRAMS // case.H + 1) if case.B * case.H > PROGRAMS else 1)
 

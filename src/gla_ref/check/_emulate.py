@@ -23,10 +23,10 @@ from ..gates import decay_from_start, decay_to_end, segment_sum
 from ..rounding import Luck, Products
 
 EXACT = (torch.float32, torch.float64)  # dtypes whose products hold operands as they are
-MANY = 32  # products side by side
-TERMS = 16  # of a product that a tensor core adds up before it cuts the sum off to float32
+SIDE_BY_SIDE = 32  # from so many products on, they lie side by side in memory, which is fastest then
+TERMS = 16  # terms of a product that a tensor core adds up before it cuts the sum off to float32
 BEYOND = 52 - 23  # bits of a float64's fraction that a float32's has not
-PLAIN = Luck()
+NO_LUCK = Luck()  # terms in their own order
 
 
 def cut_(exact: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def cut_(exact: Tensor) -> Tensor:
     return exact
 
 
-def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.0, luck: Luck = PLAIN) -> Tensor:
+def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.0, luck: Luck = NO_LUCK) -> Tensor:
     """onto + x y with operands rounded to `dtype`, its terms in an order of `luck`.
 
     For float32 the sum runs term after term, as a kernel's chain of fused multiply-adds does; a
@@ -49,7 +49,7 @@ def multiply(x: Tensor, y: Tensor, dtype: torch.dtype, onto: Tensor | float = 0.
     factor = of_x * of_y
     out = factor * onto + torch.zeros(*x.shape[:-1], y.shape[-1], device=x.device)
     if dtype == torch.float32:
-        if out.shape[:-2].numel() >= MANY:  # heads, chunks and copies lie side by side in memory, which is fastest
+        if out.shape[:-2].numel() >= SIDE_BY_SIDE:  # of heads, chunks and copies
             y = y.expand(*x.shape[:-2], *y.shape[-2:])
             out, x, y = (z.permute(-2, -1, *range(x.ndim - 2)).contiguous() for z in (out, x, y))
             for a, b in zip(x.unbind(1), y.unbind(0), strict=True):
@@ -70,7 +70,7 @@ class Product(torch.autograd.Function):
     """`multiply`, forward and backward."""
 
     @staticmethod
-    def forward(ctx, x, y, dtype, luck=PLAIN, onto=0.0):
+    def forward(ctx, x, y, dtype, luck=NO_LUCK, onto=0.0):
         ctx.save_for_backward(x, y)
         ctx.options = dtype, luck
         return multiply(x, y, dtype, onto, luck)
@@ -114,7 +114,7 @@ class Kept(torch.autograd.Function):
         return (stored * back).sum_to_size(a.shape), a * d, None
 
 
-def products_in(dtype: torch.dtype, luck: Luck = PLAIN) -> Products:
+def products_in(dtype: torch.dtype, luck: Luck = NO_LUCK) -> Products:
     """A mode in which matrix products are `multiply`, and their gradients too."""
     return Products(lambda x, y: Product.apply(x, y, dtype, luck))
 
@@ -208,7 +208,7 @@ def pairs(q, k, g, c, alike, luck):
     return torch.cat(rows, -2) + own
 
 
-def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves=False, mode=None, luck=PLAIN):
+def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves=False, mode=None, luck=NO_LUCK):
     """`gla.chunkwise_two_level`, all chunks at once but for their states. Returns o `[B, T, H, V]` and S.
 
     What a chunk writes is decayed to its end, where the last key meets no rounding. With `halves` to its middle, as a
@@ -287,7 +287,7 @@ class Inverse(torch.autograd.Function):
         return -multiply(Y.mT, multiply(d, Y.mT, dtype, luck=luck), dtype, luck=luck).tril(-1), None, None
 
 
-def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=False, segments=1, mode=None, luck=PLAIN):
+def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=False, segments=1, mode=None, luck=NO_LUCK):
     """A delta rule in chunks (chapter 20), gated or not. Returns o `[B, T, HV, V]` and S.
 
     A chunk writes Y (beta (v - k S)) or, with `ahead`, Y beta v - (Y beta k) S, whose two factors need no state.
@@ -501,7 +501,7 @@ class Attend(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, None
 
 
-def attend(q, k, v, *, state, scale, dtype, by_key=False, whole=False, luck=PLAIN):
+def attend(q, k, v, *, state, scale, dtype, by_key=False, whole=False, luck=NO_LUCK):
     """Softmax attention on top of a cache of keys and values."""
     keys = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(state, (k, v), strict=True))
     made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key, whole, luck)

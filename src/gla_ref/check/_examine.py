@@ -34,10 +34,10 @@ from .oracle import Problem, numbers, problems, shape
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
 WAYS = {"no_grad"}  # findings of calls that keep nothing for a backward pass, of which a kernel may keep something
-FIRST = "right as the first such call of a new process: something is kept between calls"
+RIGHT_WHEN_NEW = "right as the first such call of a new process: something is kept between calls"
 BREAKS, BROKE = 5, "breaks"  # processes that a kernel may break before the rest of its cases is left; such a finding
 UNTRIED = "cases after those that broke their processes"
-AHEAD = 2  # threads that work out problems
+ORACLE_THREADS = 2  # threads that work out problems
 ABREAST = 16  # problems of one shape at a time
 
 
@@ -131,7 +131,7 @@ class Examiner:
         groups: dict[Case, list[Case]] = {}
         for case in cases:
             groups.setdefault(shape(self.asked(case)[1] or case), []).append(case)
-        pool = ThreadPoolExecutor(AHEAD)
+        pool = ThreadPoolExecutor(ORACLE_THREADS)
         posed: dict[str, tuple[Future, int]] = {}  # by the case's name
         try:
             for some in (group[i : i + ABREAST] for group in groups.values() for i in range(0, len(group), ABREAST)):
@@ -348,7 +348,7 @@ def examine(examiner: Examiner, report: Report, progress: Progress, journal: Mut
     report.common = shared(report, examiner.kernel.kind)
     for row in report.failures if report.alone else ():
         if row.kind in WAYS:
-            row.message = row.message.replace("right otherwise", FIRST)
+            row.message = row.message.replace("right otherwise", RIGHT_WHEN_NEW)
     if report.settings["level"] == "full" and report.failures and not lost:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = examiner.smallest_failure(report)

@@ -13,8 +13,8 @@ from torch import Tensor
 from ._cases import convert
 from ._mechanisms import MECHANISMS, Kind
 
-SECONDS = 60.0  # that a call may take, unless a time limit is given
-OPTIONS = ("scale", "initial_state", "cu_seqlens")  # of the contract; a function may lack some
+SECONDS = 60.0  # a call's time limit, unless one is given
+OPTIONS = ("scale", "initial_state", "cu_seqlens")  # the contract's; a function may lack some
 
 
 class Finding(Exception):
@@ -137,14 +137,10 @@ class Kernel:
         """
         kind, how = self.kind, self.how
         x = dict(zip(kind.arguments, tensors, strict=True))
-        past = () if initial_state is None else initial_state if kind.cache else (initial_state,)
+        past = kind.parts(initial_state)
         given = tuple(how.states(y, kind) for y in past)
-        options = {
-            "scale": scale,
-            "initial_state": None if not given else given if kind.cache else given[0],
-            "cu_seqlens": cu_seqlens,
-            "output_final_state": final,
-        }
+        options = {"scale": scale, "initial_state": kind.whole(given)}
+        options |= {"cu_seqlens": cu_seqlens, "output_final_state": final}
         result = self.fn(
             *(how.tokens(how.gates(y, gates[n]) if n in gates else y) for n, y in x.items()),
             **{n: y for n, y in options.items() if n in self.takes},
@@ -166,8 +162,8 @@ class Kernel:
         sizes["T0"] = sizes["T"] + (past[0].shape[1] if past and kind.cache else 0)
         dtypes = [v.dtype] if kind.cache else [torch.float32, *(y.dtype for y in past)]
         after = []
-        for declared, y in zip(kind.mechanism.states, state if kind.cache else (state,), strict=True):
+        for declared, y in zip(kind.mechanism.states, kind.parts(state), strict=True):
             right = torch.empty([sizes[a] for a in declared.axes.split()], device="meta")
             y = checked(declared.name, y, how.states(right, kind).shape, dtypes, v.device)
             after.append(how.states(y, kind))
-        return o, tuple(after) if kind.cache else after[0]
+        return o, kind.whole(after)

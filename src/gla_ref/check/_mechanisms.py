@@ -18,12 +18,12 @@ from ..mechanisms import Argument, Mechanism
 from ..rounding import Luck
 from ._emulate import attend, by_token, corrected, corrected_by_token, one_product, two_level
 
-PIECE = 16  # tokens of the recurrence at a time
+AT_ONCE = 16  # tokens of the recurrence at a time
 SHORT = 520  # tokens up to which the recurrence itself is the oracle; then a form held against it
-CHUNK = 256  # the longest chunk of an emulated run: a product over more tokens has a run of its own
+LONGEST_CHUNK = 256  # the longest chunk of an emulated run: a product over more tokens has a run of its own
 # one chunk after another, of lengths that kernels have (the longest is the whole of most cases)
-LINEAR = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=CHUNK))
-DELTA = (partial(corrected, C=32), partial(corrected, C=64, ahead=True), partial(corrected, C=128))
+LINEAR_RUNS = (partial(two_level, C=16), partial(two_level, C=64, halves=True), partial(two_level, C=LONGEST_CHUNK))
+DELTA_RUNS = (partial(corrected, C=32), partial(corrected, C=64, ahead=True), partial(corrected, C=128))
 
 
 def by_length(body: Callable, ends: list[int] | None, tokens: dict, states: dict) -> tuple[tuple, tuple]:
@@ -55,13 +55,13 @@ class Kind:
             oracle in long sequences; the tests hold it against that.
         plain: right runs without products, which luck has no part in (and no keyword).
         also: forms whose own float32 run counts among them, up to SHORT tokens.
-        beyond: as `plain`, of float32, which count beyond CHUNK tokens.
+        beyond: as `plain`, of float32, which count beyond LONGEST_CHUNK tokens.
         widest: the largest V of its cases.
     """
 
     mechanism: Mechanism
     exact: Callable
-    emulated: tuple[Callable, ...] = LINEAR
+    emulated: tuple[Callable, ...] = LINEAR_RUNS
     plain: tuple[Callable, ...] = ()
     also: tuple[Callable, ...] = ()
     beyond: tuple[Callable, ...] = ()
@@ -97,6 +97,14 @@ class Kind:
         found = {x.name: x for x in (*given, *made)}
         return found | {f"d{x.name}": x for x in given} | {f"d {x.name}": x for x in made}
 
+    def parts(self, state) -> tuple:
+        """The tensors of a state as a form takes and returns it: S, (k, v) of a cache, or None."""
+        return () if state is None else tuple(state) if self.cache else (state,)
+
+    def whole(self, parts):
+        """That state of its tensors."""
+        return None if not parts else tuple(parts) if self.cache else parts[0]
+
     def named(self, role: str) -> tuple[str, ...]:
         """Names of the tensors of a role that every call is given."""
         return self.mechanism.named(role, optional=False)
@@ -130,9 +138,9 @@ class Kind:
         def steps(state, **x):
             # the gradient of one token's slice is as large as what it was cut from
             outs = []
-            for some in zip(*(y.split(PIECE, 1) for y in x.values()), strict=True):
-                some = dict(zip(x, some, strict=True))
-                o, state = self.exact(**some, scale=scale, initial_state=state, cu_seqlens=None)
+            for piece in zip(*(y.split(AT_ONCE, 1) for y in x.values()), strict=True):
+                tokens = dict(zip(x, piece, strict=True))
+                o, state = self.exact(**tokens, scale=scale, initial_state=state, cu_seqlens=None)
                 outs.append(o)
             return torch.cat(outs, 1), state
 
@@ -206,7 +214,7 @@ MECHANISMS = {
     ),
     "simple_gla": Kind(DECLARED["simple_gla"], simple_gla.recurrent, plain=TOKENS),
     "gla": Kind(DECLARED["gla"], gla.recurrent, plain=TOKENS),
-    "delta_rule": Kind(DECLARED["delta_rule"], delta_rule.recurrent, DELTA, CORRECTED[:1]),
-    "gated_delta_rule": Kind(DECLARED["gated_delta_rule"], gated_delta_rule.recurrent, DELTA, CORRECTED),
-    "kda": Kind(DECLARED["kda"], kda.recurrent, DELTA, CORRECTED),
+    "delta_rule": Kind(DECLARED["delta_rule"], delta_rule.recurrent, DELTA_RUNS, CORRECTED[:1]),
+    "gated_delta_rule": Kind(DECLARED["gated_delta_rule"], gated_delta_rule.recurrent, DELTA_RUNS, CORRECTED),
+    "kda": Kind(DECLARED["kda"], kda.recurrent, DELTA_RUNS, CORRECTED),
 }

@@ -18,30 +18,32 @@ import torch
 from torch import Tensor
 
 from ._cases import MILD, SUB, TURNS, WEAK_HEAD, Case, but_for_gates
+from ._cases import C as ASSUMED_CHUNK
 from ._mechanisms import MECHANISMS, SHORT, Kind
 from .mistakes import Mistake, apply, known
 from .mistakes._calls import CARRY, DECAY, GRADIENT, READ
-from .mistakes._calls import C as CHUNK
 from .oracle import Problem, evaluate, numbers
 
 # -- thresholds: what each bounds, and why there is one ------------------------------------------
 CLOSE = 3.0  # budgets from a mistake in float64 to a kernel that makes it: the kernel rounds in its own order
-SHARE = 0.2  # of an error in the root mean square, left unexplained: an error of many budgets rounds by many, too
-BETTER = 0.75  # of a largest error, left: a mistake that takes less away is no nearer than what is right
+UNEXPLAINED = 0.2  # share of an error's root mean square that may be left: an error of many budgets rounds by many, too
+BETTER = (
+    0.75  # share of a largest error that may be left: a mistake that leaves more is no nearer than the right result
+)
 AS_WRONG = 4.0  # times between errors of a kernel and of a mistake in rounding: equal rounding, other luck
-LEAST = 1e-2  # of such a ratio: an error of 0 counts as a small one, since its logarithm does not
+LEAST = 1e-2  # smallest such ratio: an error of 0 has no logarithm
 TIGHT = 0.5  # distance of a mistake that is made in some places only: such a place can save a wrong name
 EQUAL = 0.05  # more elements spared than by the best such mistake: with more, it fits by its place alone
-PLAIN = 4.0  # budgets that something must be wrong by to get a name of its place: less may be rounding
+CLEAR = 4.0  # budgets that something must be wrong by to get a name of its place: less may be rounding
 FIRST, REST = 4, 12  # failing calls for every mistake, of which few fit so many, and for those that are left
 PASSING = 8  # passing calls besides the telling ones in which a mistake must not show: each costs a run of it
 NAMES = 3  # names that a report lists: a reader looks at no more
-CHUNKS = (16, 32, 64, 128)  # what a kernel's chunks may be
+CHUNKS = (16, 32, 64, 128)  # lengths of chunks that are tried
 LARGEST = 2**21  # numbers of the states of a call that is compared: larger ones take seconds
 SOME = 2  # quantities explained by their terms: a kernel with more wrong ones is wrong in another way
-FEW = 8  # programs whose heads are looked for: enough to tell one index from another
+PROBED = 8  # programs whose heads are looked for: enough to tell one index from another
 CASES = 3  # failing calls that are asked for heads, those with the most heads first
-AHEAD, SIZE = 24, 2**23  # tokens after a program's first wrong one, and numbers, made to find its head
+TOKENS_ON, MOST_NUMBERS = 24, 2**23  # tokens after a program's first wrong one, and numbers, made to find its head
 
 FOLLOWS = "dg is wrong besides, as one that is made of dq and dk"
 
@@ -110,13 +112,13 @@ def gates(kind: Kind) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4000)
 def variant(mechanism: str, m: Mistake, C: int, p: Problem, backwards: int = 1) -> dict[str, Tensor] | None:
     """The mistake's results on a problem, in float64 unless it rounds; None if there are none (empty chunks)."""
-    dtype = torch.float32 if m.rounding or m.overflow else torch.float64
+    dtype = torch.float32 if m.right_on_paper else torch.float64
     x = {n: y.to(dtype) for n, y in p.inputs.items()}
     try:
         made = evaluate(apply(mechanism, m, C), MECHANISMS[mechanism], x, p.case, backwards=backwards)
     except (RuntimeError, IndexError):
         return None
-    if backwards:  # what nothing reaches a kernel leaves 0
+    if backwards:  # a gradient that nothing reaches is 0 in a kernel
         made |= {n: torch.zeros_like(p.exact[n]) for n, y in made.items() if y is None and n.startswith("d")}
     return made
 
@@ -124,7 +126,7 @@ def variant(mechanism: str, m: Mistake, C: int, p: Problem, backwards: int = 1) 
 def distance(m: Mistake, s: Seen, name: str, made: Tensor) -> float:
     """The distance of a wrong quantity from the mistake's, or of their errors if that rounds: at most 1 is a match."""
     p, x, exact, places = s.problem, s.given[name], s.problem.exact[name], s.wrong[name]
-    if m.rounding or m.overflow:
+    if m.right_on_paper:
         found, error = in_budgets(p, name, x), in_budgets(p, name, made)
         if math.isinf(error):  # which elements are not finite depends on how tiles are masked
             return 1.0 if m.overflow or math.isinf(found) else math.inf
@@ -145,7 +147,7 @@ def distance(m: Mistake, s: Seen, name: str, made: Tensor) -> float:
     if error > allowed and left > BETTER * error:  # as far from the mistake as from what is right
         return math.inf
     unexplained, whole = ((x - y).square().mean().sqrt().item() for y in (made, exact))
-    return unexplained / whole / SHARE if whole else math.inf
+    return unexplained / whole / UNEXPLAINED if whole else math.inf
 
 
 def nearer(s: Seen, name: str, made: Tensor) -> bool:
@@ -199,7 +201,7 @@ class Match:
     """
 
     mistake: Mistake
-    C: int = CHUNK
+    C: int = ASSUMED_CHUNK
     distance: float = 0.0
     shown: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
@@ -225,59 +227,84 @@ class Match:
     def parts(self) -> tuple:
         """A key to sort by: first mistakes that explain everything, and equal results before errors of equal size."""
         m = self.mistake
-        return self.somewhere, self.own != self.shown, self.follows != "", m.rounding or m.overflow
+        return self.somewhere, self.own != self.shown, self.follows != "", m.right_on_paper
+
+
+class Evidence:
+    """The failing calls so far beside a mistake's.
+
+    Attributes:
+        farthest: the largest distance of a wrong quantity from the mistake's.
+        most: the largest error of a wrong quantity, in budgets.
+        own: the quantities that are wrong, and the mistake's.
+        near: those of them that are clearly nearer to the mistake's than to the right ones.
+        shown: the quantities that the mistake makes wrong.
+        besides: elements of wrong quantities that the mistake makes wrong and the kernel does not; `total`: all.
+        follows: whether the gates' gradient is wrong in another way, beside a wrong dq or dk.
+    """
+
+    def __init__(self, mistake: Mistake):
+        self.mistake, self.follows = mistake, False
+        self.farthest, self.most = 0.0, 0.0
+        self.own, self.near, self.shown = set(), set(), set()
+        self.besides, self.total = 0, 0
+
+    def agrees(self, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> bool:
+        """Whether each of these wrong quantities is the mistake's, or a gates' gradient made of a wrong dq or dk."""
+        for n in names:
+            far = distance(self.mistake, s, n, made[n])
+            if not far > 1:
+                self.own.add(n)
+                self.near |= {n} if nearer(s, n, made[n]) else set()
+                self.farthest = max(self.farthest, far)
+                self.most = max(self.most, in_budgets(s.problem, n, s.given[n]))
+            elif n in gates(s.problem.kind) and {"dq", "dk"} & {*s.wrong} and not self.mistake.right_on_paper:
+                self.follows = True
+            else:
+                return False
+        return True
+
+    def spares(self, s: Seen, made: dict[str, Tensor]) -> bool:
+        """Whether the kernel is right in some places of a wrong quantity where the mistake would be wrong."""
+        p, before = s.problem, self.besides
+        for n in (n for n in s.given if made[n] is not None):
+            if self.mistake.right_on_paper:
+                self.shown |= {n} if not in_budgets(p, n, made[n]) <= 1 else set()
+                continue
+            beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
+            self.shown |= {n} if beyond.any() else set()
+            if n in s.wrong:
+                self.besides += int((beyond & ~s.wrong[n]).sum())
+                self.total += beyond.numel()
+        return self.besides > before
 
 
 def compared(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
     """A mistake as these failing calls have it; None where one of them does not."""
-    worst, most, shown, own, followed = 0.0, 0.0, set(), set(), False
-    besides, total, better, rough = 0, 0, set(), []
+    it, errors = Evidence(m), []
     for s in calls:
-        p, placed = s.problem, False
         for backwards, names in enumerate((s.forward, [*s.wrong])):  # most mistakes are out before a backward pass
-            if not names or placed:  # gradients of an output that is wrong in places are no mistake's
+            if not names:
                 continue
-            made = variant(mechanism, m, C, p, backwards)
-            if made is None or any(made[n] is None for n in names):
+            made = variant(mechanism, m, C, s.problem, backwards)
+            if made is None or any(made[n] is None for n in names) or not it.agrees(s, names, made):
                 return None
-            for n in names:
-                far = distance(m, s, n, made[n])
-                if far > 1 and n in gates(p.kind) and {"dq", "dk"} & {*s.wrong} and not (m.rounding or m.overflow):
-                    followed = True
-                    continue
-                if far > 1:
-                    return None
-                worst, most = max(worst, far), max(most, in_budgets(p, n, s.given[n]))
-                better |= {n} if nearer(s, n, made[n]) else set()
-                own.add(n)
-                rough += [(s, n, made[n])] if backwards else []
-            for n in s.given:
-                if made[n] is None:
-                    continue
-                beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
-                if m.rounding or m.overflow:
-                    shown |= {n} if not in_budgets(p, n, made[n]) <= 1 else set()
-                elif n in s.wrong:
-                    shown |= {n} if beyond.any() else set()
-                    elsewhere = int((beyond & ~s.wrong[n]).sum())
-                    besides, total = besides + elsewhere, total + beyond.numel()
-                    placed = placed or elsewhere > 0
-                elif beyond.any():
-                    shown.add(n)
-    if followed:
-        shown, own = shown - {*gates(MECHANISMS[mechanism])}, own - {*gates(MECHANISMS[mechanism])}
-    if m.rounding or m.overflow:
-        worst = as_wrong(m, rough)
-        passes = own != shown and any(not n.startswith("d") for n in own)  # in one pass, or in a gradient
-        if worst > 1 or m.rounding and passes:
-            return None
-    elif not own & shown <= better or besides and (worst > TIGHT or most < PLAIN):
+            errors += [(s, n, made[n]) for n in names if backwards]
+            if it.spares(s, made):  # gradients of an output that is wrong in places are no mistake's
+                break
+    if it.follows:
+        it.own, it.shown = (names - {*gates(MECHANISMS[mechanism])} for names in (it.own, it.shown))
+    if m.right_on_paper:
+        it.farthest = as_wrong(m, errors)
+        partly = it.own != it.shown and any(not n.startswith("d") for n in it.own)  # in one pass, or in a gradient
+        refuted = it.farthest > 1 or m.rounding and partly
+    else:
+        in_places = it.besides > 0 and (it.farthest > TIGHT or it.most < CLEAR)
+        refuted = in_places or not it.own & it.shown <= it.near
+    own, besides = frozenset(it.own & it.shown), it.besides / max(it.total, 1)
+    if refuted or not own:
         return None
-    own &= shown
-    if not own:
-        return None
-    share = besides / max(total, 1)
-    return Match(m, C, worst, frozenset(shown), frozenset(own), share, besides > 0, FOLLOWS * followed)
+    return Match(m, C, it.farthest, frozenset(it.shown), own, besides, it.besides > 0, FOLLOWS * it.follows)
 
 
 def shows(mechanism: str, it: Match, s: Seen) -> bool:
@@ -292,7 +319,7 @@ def shows(mechanism: str, it: Match, s: Seen) -> bool:
 
 def same(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
     """Whether two mistakes cannot be told apart on these calls."""
-    if a.mistake.rounding or a.mistake.overflow or a.own != b.own:
+    if a.mistake.right_on_paper or a.own != b.own:
         return False
     for s in calls:
         x, y = (variant(mechanism, it.mistake, it.C, s.problem) for it in (a, b))
@@ -318,13 +345,13 @@ def alike(case: Case, kind: Kind) -> Iterator[Case]:
         yield replace(case, ends=ends, T=ends[-1])
     else:
         yield replace(case, B=case.B + 1)
-        yield replace(case, T=case.T + CHUNK // 4 + 1)
-        yield replace(case, T=case.T + CHUNK)
+        yield replace(case, T=case.T + ASSUMED_CHUNK // 4 + 1)
+        yield replace(case, T=case.T + ASSUMED_CHUNK)
     if case.reads:
         yield replace(case, reads=(case.reads[0] // 2 + 1, case.T))
         yield replace(case, reads=(0, case.reads[1]))
     if kind.cache and case.state:
-        yield replace(case, past=case.past + CHUNK // 2 + 5)
+        yield replace(case, past=case.past + ASSUMED_CHUNK // 2 + 5)
 
 
 def again(s: Seen, call: Ask) -> list[Seen]:
@@ -359,7 +386,7 @@ def by_name(
     for m in known(mechanism, dtype):
         if m.long is bool(small):
             continue
-        for C in CHUNKS if m.chunked else (CHUNK,):
+        for C in CHUNKS if m.chunked else (ASSUMED_CHUNK,):
             if compared(mechanism, m, C, calls[:FIRST]) and (it := compared(mechanism, m, C, calls)):
                 somewhere = it.somewhere or any(shows(mechanism, it, s) for s in passed)
                 matches.append(replace(it, somewhere=somewhere))
@@ -381,7 +408,7 @@ def in_places(
     """
     like = {but_for_gates(s.problem.case) for s in failed}
     gates_only = [s for s in passed if but_for_gates(s.problem.case) in like]
-    left = [it for it in matches if not (it.mistake.rounding or it.mistake.overflow)]
+    left = [it for it in matches if not it.mistake.right_on_paper]
     left = [it for it in left if it.distance <= TIGHT and it.besides <= left[0].besides + EQUAL]
     left = [it for it in left if it.mistake.line != DECAY or not any(shows(mechanism, it, s) for s in gates_only)]
     new = again(calls[0], call) if left else []
@@ -412,9 +439,9 @@ def told_apart(
 
 # -- terms ---------------------------------------------------------------------------------------
 PAIRS, STATE = "what its own chunk's tokens add", "what the state adds"
-TWO = ("o", "dq", "dk", "dv")  # what is a sum of two terms
+TWO = ("o", "dq", "dk", "dv")  # quantities that are sums of two terms
 LOW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-FACTORS = {  # of a term, of what a kernel is called with: the scale, and the channels that share a gate
+FACTORS = {  # a term's factor, by the scale and the channels that share a gate
     "right": lambda s, K: 1.0,
     "left out": lambda s, K: 0.0,
     "without scale": lambda s, K: 1 / s,
@@ -496,7 +523,7 @@ def by_terms(mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], cal
     wrong = {n for s in failed for n in s.wrong}
     names = sorted(n for n in wrong if not n.startswith("d")) or sorted(wrong - {*gates(kind)} or wrong)
     if not 0 < len(names) <= SOME or not any(
-        in_budgets(s.problem, n, s.given[n]) > PLAIN for s in failed for n in names if n in s.given
+        in_budgets(s.problem, n, s.given[n]) > CLEAR for s in failed for n in names if n in s.given
     ):
         return []
     said = [rounded(n, failed) for n in names]
@@ -519,7 +546,7 @@ def by_terms(mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], cal
 # An output is a sum over the values of the tokens before it. So a call whose values are 0 except in a few tokens tells
 # whether these reach an output at all, whatever the rule by which a kernel drops a state.
 STRONG = WEAK_HEAD, *TURNS  # gates that are strong, but not for all that a state holds
-SPANS = 8  # of a sub-chunk's tokens each, before the first wrong output, which share its error
+SPANS = 8  # sub-chunks before the first wrong output, which share its error
 
 
 def by_drop(failed: Sequence[Seen], forward: Callable[[Problem], dict | None], call: Ask) -> list[Match]:
@@ -586,14 +613,14 @@ def sources(s: Seen, tensors: tuple[str, ...], at: Place) -> list[Place]:
     a, end = (p.case.ends[b], p.case.ends[b + 1]) if p.case.ends else (0, p.case.T)
     row = 0 if p.case.ends else b
     first = int(wrong[row, a:end, h].any(-1).nonzero()[0])
-    span = slice(a, min(end, a + first + AHEAD))
+    span = slice(a, min(end, a + first + TOKENS_ON))
     names = [n for n in (*p.kind.arguments, *p.kind.states) if n in p.inputs]
     heads = {n: p.inputs[n].shape[p.kind.head_axis(n)] for n in names}
     H = heads[tensors[0]]
     packed_tokens = p.case.ends and not any(p.kind.head_axis(n) == 1 for n in tensors)
     entries = [b] if packed_tokens else range(len(p.inputs[tensors[0]]))
     places = [(e, i) for e in entries for i in range(H)]
-    too_many = len(places) * (span.stop - span.start) * p.case.K * p.case.V > SIZE
+    too_many = len(places) * (span.stop - span.start) * p.case.K * p.case.V > MOST_NUMBERS
     if too_many or any(heads[n] != H for n in tensors):
         return []
     given = {}
@@ -603,8 +630,7 @@ def sources(s: Seen, tensors: tuple[str, ...], at: Place) -> list[Place]:
         else:
             mine = own(p, n, p.inputs[n], (b, h * heads[n] // x.shape[2]), span)
             given[n] = mine.expand(len(places), *mine.shape[1:])
-    states = tuple(given[n] for n in p.kind.states if n in given)
-    state = None if not states else states if p.kind.cache else states[0]
+    state = p.kind.whole([given[n] for n in p.kind.states if n in given])
     tokens = [given[n] for n in p.kind.arguments]
     with torch.no_grad():
         made = p.kind.oracle(*tokens, scale=p.case.scale, initial_state=state, cu_seqlens=None)[0][:, :, 0]
@@ -630,12 +656,12 @@ def by_head(mechanism: str, failed: Sequence[Seen]) -> list[Match]:
     wide = sorted(failed, key=lambda s: -s.problem.exact["o"].shape[0] * s.problem.exact["o"].shape[2])
     for s in wide[:CASES]:
         p, x = s.problem, s.given["o"]
-        if "o" not in s.wrong or in_budgets(p, "o", x) < PLAIN or x.shape[0] * x.shape[2] == 1:
+        if "o" not in s.wrong or in_budgets(p, "o", x) < CLEAR or x.shape[0] * x.shape[2] == 1:
             continue
         wrong = ~((x.double() - p.exact["o"]).abs() <= p.band("o")).all(-1)
         spans = [wrong[0, a:b].any(0) for a, b in pairwise(p.case.ends)] if p.case.ends else [*wrong.any(1)]
         programs = [tuple(at) for at in torch.stack(spans).nonzero().tolist()]
-        programs = dict.fromkeys(programs[i * (len(programs) - 1) // (FEW - 1)] for i in range(FEW))
+        programs = dict.fromkeys(programs[i * (len(programs) - 1) // (PROBED - 1)] for i in range(PROBED))
         names = [n for n in (*kind.arguments, *kind.states) if n in p.inputs]
         for tensors in (*((n,) for n in names), *(some for some in SEVERAL if {*some} <= {*names})):
             table: dict[Place, Place] = {}

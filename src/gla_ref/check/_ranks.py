@@ -23,7 +23,7 @@ from ._kernel import NotClaimed
 __all__ = ["OverRanks", "pieces"]
 
 FOREVER = datetime.timedelta(days=1)  # that ranks wait for the next call, while the first one computes what is right
-KEPT = 16  # calls whose graphs are kept for their backward passes
+KEPT_GRAPHS = 16  # calls whose graphs are kept for their backward passes
 
 
 def pieces(T: int, ends: tuple[int, ...] | None, ranks: int, even: bool = False) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ class OverRanks:
             result = self.fn(*leaves[1:], **options)
         o, S = result[:2] if isinstance(result, tuple | list) else (result, None)
         self.graphs[number] = leaves, o, S
-        self.graphs.pop(number - KEPT, None)
+        self.graphs.pop(number - KEPT_GRAPHS, None)
         return {"o": o.detach(), "S": None if S is None else S.detach()}
 
     def backward(self, number, lengths, do, dS) -> dict:

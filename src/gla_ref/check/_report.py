@@ -75,6 +75,7 @@ class Report:
     reproduction: str = ""
     rerun: str = '--only "{}"'
 
+    # sentences that are made from the data
     __str__, _repr_html_ = _words.text, _words.html
     head = property(_words.head)
     extent = property(_words.extent)

@@ -31,12 +31,12 @@ AGAIN = 8  # more calls as usual before a failure in another way is believed
 REPEATED = 4  # more calls in that other way
 BETWEEN = 8  # other calls between a forward pass and its backward pass: of a ring of so many buffers none is left
 STOPS, ENDS = 0.2, 2.0  # seconds that a thread may take to stop, and that all may take together when Python ends
-LEFT: list[threading.Thread] = []  # those that did not stop
+STUCK: list[threading.Thread] = []  # those that did not stop
 VARIES = "equal calls give different results{}: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
 AROUND = 2**16  # elements of NaN before and behind a tensor: of a tile that reaches beyond its last row, too
 FUSED = 3  # tensors that a projection makes at once: q, k and v, the first of a call
-Found = dict[str, Tensor | None]  # what a kernel made of each quantity of a case
+Found = dict[str, Tensor | None]  # a kernel's result for each quantity of a case
 
 
 def within(seconds: float, work: Callable, *args):
@@ -71,14 +71,14 @@ def stop(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
     thread.join(STOPS)
     if thread.is_alive():
-        LEFT.append(thread)
+        STUCK.append(thread)
 
 
 @atexit.register
 def wait() -> None:
     """Give the threads left behind a moment more to end before Python does."""
     end = time.monotonic() + ENDS
-    for thread in LEFT:
+    for thread in STUCK:
         thread.join(max(0.0, end - time.monotonic()))
 
 
@@ -257,15 +257,12 @@ class Trial:
             call = partial(self.kernel.call, dict.fromkeys(kind.named("gate"), low))
             with contextlib.suppress(Exception):  # a kernel may refuse a dtype
                 evaluate(call, kind, x, case)
-        past = () if initial_state is None else initial_state if kind.cache else (initial_state,)
+        past = kind.parts(initial_state)
         past = tuple(self.more(n, y, entries) for n, y in zip(kind.states, past, strict=False))
         given = [self.more(n, y, entries) for n, y in zip(kind.arguments, tokens, strict=True)]
-        past = None if not past else past if kind.cache else past[0]
-        o, state = self.call(*given, initial_state=past, **options)
+        o, state = self.call(*given, initial_state=kind.whole(past), **options)
         B = len(tokens[0])
-        if state is None:
-            return o[:B], None
-        return o[:B], tuple(y[:B] for y in state) if kind.cache else state[:B]
+        return o[:B], kind.whole([y[:B] for y in kind.parts(state)])
 
     def others(self) -> None:
         """Several calls of the same sizes, on the inputs moved along by one, every second with its backward pass."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..rounding import unit
-from ._cases import GATES, MILD, SUB, C, Case, but_for_gates, held, inputs
+from ._cases import MILD, SUB, UNIFORM, C, Case, but_for_gates, held, inputs
 from ._claims import up
 from ._kernel import Finding
 from ._mechanisms import SHORT, Kind
@@ -29,7 +29,7 @@ from .oracle import Problem, evaluate, numbers, parts
 
 # -- in a tensor ---------------------------------------------------------------------------------
 SHADES = " .:-=+*#%@"  # within budget, then one more for every half power of ten
-TIME = {"T", "T0"}  # of tokens, and of those in a cache
+TIME = {"T", "T0"}  # axes of tokens, and of those in a cache
 MOST = 4  # values of one kind that are worth a line
 
 
@@ -116,7 +116,7 @@ class Size(NamedTuple):
         return f"{n} {self.one if n == 1 else self.several}{where}"
 
 
-SIZES = {
+COUNTS = {
     "T": Size(longest, "token", "tokens"),
     "N": Size(lambda c: len(c.ends or (0,)) - 1, "packed sequence", "packed sequences"),
     "H": Size(lambda c: c.H, "head", "heads"),
@@ -162,19 +162,16 @@ TRAITS = {  # in the order in which a failing case is made plainer
     "state": Trait(False, lambda c: "an initial state" * c.state, "no initial state"),
     "gate": Trait(MILD, lambda c: f"gates {c.gate}"),
 }
-SAID = {name: trait for name, trait in TRAITS.items() if trait.words}
+WORDED = {name: trait for name, trait in TRAITS.items() if trait.words}
 
 
 # -- among cases ---------------------------------------------------------------------------------
-KINDS = [  # words that may follow "have"
-    *(lambda c, it=it: it.words(c) or it.none for name, it in SAID.items() if name not in ("ends", "scale")),
+TO_HAVE = [  # words that may follow "have"
+    *(lambda c, it=it: it.words(c) or it.none for name, it in WORDED.items() if name not in ("ends", "scale")),
     lambda c: "no scale given" if c.scale is None else "a scale given",
     lambda c: "K = V" if c.K == c.V else "K and V that differ",
 ]
-CHANCE = 0.05  # that as many cases, drawn at random, would share a trait: below, it is worth a line
-
-
-LADDER = GATES[: GATES.index("-inf") + 1]  # gates that are all alike or mild, from weak to strong
+CHANCE = 0.05  # a trait that as many random cases would share with less probability is worth a line
 
 
 def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[str] = ()) -> str:
@@ -182,14 +179,14 @@ def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[s
 
     Only cases whose gates are all alike, or mild, count. One that fails and one that passes must differ in them only.
     """
-    sides = [[c for c in some if c.gate in LADDER] for some in (failing, passing)]
-    wrong, right = ({LADDER.index(c.gate) for c in some} for some in sides)
+    sides = [[c for c in some if c.gate in UNIFORM] for some in (failing, passing)]
+    wrong, right = ({UNIFORM.index(c.gate) for c in some} for some in sides)
     calls = [{but_for_gates(c) for c in some} for some in sides]
     if not calls[0] & calls[1] or min(wrong) <= max(right):
         return ""
-    stronger = " and stronger" if min(wrong) < len(LADDER) - 1 else ""
+    stronger = " and stronger" if min(wrong) < len(UNIFORM) - 1 else ""
     only = f"; only {' and '.join(names)} {'is' if len(names) == 1 else 'are'} wrong" if 0 < len(names) <= 2 else ""
-    return f"Wrong with gates {LADDER[min(wrong)]}{stronger}, right with gates {LADDER[max(right)]} and weaker{only}"
+    return f"Wrong with gates {UNIFORM[min(wrong)]}{stronger}, right with gates {UNIFORM[max(right)]} and weaker{only}"
 
 
 def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
@@ -198,13 +195,13 @@ def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
         return []
     only, also = [], []
     for name in ("T", "N", "H", "groups", "K", "V"):
-        size, where = SIZES[name], " in a sequence" * (name == "T")
+        size, where = COUNTS[name], " in a sequence" * (name == "T")
         wrong, right = ([size.of(c) for c in some] for some in (failing, passing))
         if min(wrong) > max(right):
             only.append(f"more than {size.count(max(right), where)}" if max(right) else size.several)
         if max(wrong) < min(right):
             only.append(f"fewer than {size.count(min(right), where)}" if min(right) > 1 else f"no {size.several}")
-    for of in KINDS:
+    for of in TO_HAVE:
         wrong, right = ([of(c) for c in some] for some in (failing, passing))
         told = all(wrong) and any(right) and not {*wrong} & {*right}
         if told and len({*wrong}) <= MOST:
@@ -309,7 +306,7 @@ def agreed(
     def more(case: Case) -> bool:
         sized = ("groups", "past", "state", "ends", "frozen")
         a, b = ([getattr(c, n) for n in TRAITS if n not in sized] + [c.ends is None] for c in (case, smallest))
-        return a == b and all(it.of(case) >= it.of(smallest) for it in SIZES.values()) and case.state >= smallest.state
+        return a == b and all(it.of(case) >= it.of(smallest) for it in COUNTS.values()) and case.state >= smallest.state
 
     if any(more(case) and all(it.wrong(case) for it in statements) for case in passing):
         return []
@@ -415,7 +412,7 @@ class Bounds:
 
     def between(self, sizes: Callable[[int], Case], tries: list[int], name: str) -> Statement | None:
         """Tell wrong sizes from right ones among those tried; None unless every wrong one is wrong by far."""
-        size = SIZES[name]
+        size = COUNTS[name]
         errors = {n: error for n in tries if not math.isnan(error := self.error(sizes(n)))}
         tries = [*errors]
         wrong, right = ([n for n in tries if (errors[n] > 1) is bad] for bad in (True, False))
@@ -436,14 +433,14 @@ class Bounds:
 
     def without(self, c: Case, name: str) -> Statement | None:
         """A trait without which the kernel is right; None if it is wrong, here or in failing calls of other sizes."""
-        plain, with_it, none = SAID[name]
+        plain, with_it, none = WORDED[name]
         if getattr(c, name) == plain:
             return None
         known = [(case, errors) for (case, apart, _), errors in self.known.items() if apart is None]
         failed = [case for case, errors in known if max(errors.values(), default=0.0) > 1]
         failed = sorted(failed, key=lambda case: case.volume)
         like = [case for case in failed if getattr(case, name) == getattr(c, name)]
-        others = [next((case for case in like if it.of(case) != it.of(c)), c) for it in SIZES.values()]
+        others = [next((case for case in like if it.of(case) != it.of(c)), c) for it in COUNTS.values()]
         usual = replace(c, **{name: plain})
         if not self.right(usual) or any(self.fails(replace(case, **{name: plain})) for case in dict.fromkeys(others)):
             return None
@@ -487,7 +484,7 @@ class Bounds:
         with suppress(Spent):
             for name in ("N", "T", "past", "B", "H", "groups", "K", "V"):
                 found += filter(None, [self.bound(c, name)])
-            needed = {name: s for name in SAID if (s := self.without(c, name))}
+            needed = {name: s for name in WORDED if (s := self.without(c, name))}
             found += needed.values()
             alone = "" if "other" in needed else self.alone(c)
             if not (c.state or self.kind.cache) and self.right(replace(c, state=True)):  # a cache adds keys

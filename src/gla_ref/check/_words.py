@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a report shows itself by these functions
 
 CUT = "The search for bounds was cut off: its calls were spent."
 SCALE = f"a space is within budget, each of {SHADES[1:]} half a power of ten further"
-WIDTH, LEFT, SIDE = 480, 80, 14  # of a picture, of its margin; most that a cell may measure
+WIDTH, MARGIN, SIDE = 480, 80, 14  # a picture's width, its margin, and the most that a cell may measure
 
 
 # -- sentences -----------------------------------------------------------------------------------
@@ -34,6 +34,11 @@ def claim(report: Report) -> str:
     return f"Claimed: {report.settings['supports']}. {report.made} cases made for that{left}."
 
 
+def counted(n: int) -> str:
+    """So many cases."""
+    return f"{n} case{'s' * (n != 1)}"
+
+
 def exceptions(report: Report) -> list[str]:
     """Sentences on what was claimed, skipped and waived."""
     said = [claim(report)] if claim(report) else []
@@ -42,18 +47,16 @@ def exceptions(report: Report) -> list[str]:
     for (quantity, reason), rows in report.waived.items():
         worst = max(rows, key=lambda row: row.ratio)
         much = f", worst {worst.ratio:.3g} budgets in {worst.case}" if worst.error is not None else ""
-        said.append(f"Waived: {quantity} in {len(rows)} case{'s' * (len(rows) != 1)}{much}: {reason}")
+        said.append(f"Waived: {quantity} in {counted(len(rows))}{much}: {reason}")
     return said
 
 
 def extent(report: Report) -> str:
     """In how many of the cases that were covered something failed, and in which."""
-    failing = report.failing
-    cases = len(report.covered)
+    failing, cases = report.failing, len(report.covered)
     if len(failing) == cases > 1:
         return f"Failing in all {cases} cases"
-    plural = "s" * (cases != 1)
-    return f"Failing in {len(failing)} of {cases} case{plural}: {', '.join(failing)}"
+    return f"Failing in {len(failing)} of {counted(cases)}: {', '.join(failing)}"
 
 
 def company(report: Report) -> str:
@@ -84,9 +87,8 @@ def tried(report: Report) -> str:
     if not covered:
         return ""
     left = report.settings.get("defaults")
-    return f"Tried {reach([report.cases[n] for n in report.cases if n in covered])}" + (
-        f"; {', '.join(left)} not given." if left else "."
-    )
+    missing = f"; {', '.join(left)} not given" if left else ""
+    return f"Tried {reach([report.cases[n] for n in report.cases if n in covered])}{missing}."
 
 
 def title(report: Report) -> str:
@@ -108,14 +110,14 @@ def by_quantity(report: Report) -> Iterator[tuple[str, int, int, Row, str]]:
         worst = max(rows, key=lambda row: row.ratio)
         wrong = [row for row in report.failures if row.quantity == name]
         n = len({row.case for row in wrong if row.kind == "differs"})
-        differ = f"equal calls differ in {n} case{'s' * (n != 1)}"
+        differ = f"equal calls differ in {counted(n)}"
         yield name, len(rows), len({row.case for row in wrong}), worst, differ if n else worst.case
 
 
 def called(rows: Sequence[Row]) -> str:
     """The quantities and cases of a finding."""
     names, n = ", ".join(dict.fromkeys(row.quantity for row in rows)), len({row.case for row in rows})
-    return f"{names} ({n} case{'s' * (n != 1)}, first {rows[0].case})"
+    return f"{names} ({counted(n)}, first {rows[0].case})"
 
 
 def behaves(report: Report) -> str:
@@ -150,10 +152,14 @@ def unclaimed(report: Report) -> str:
 
 
 # -- text ----------------------------------------------------------------------------------------
+def wrapped(said: str, first: str = "", rest: str = "    ", width: int = 80, **more: int) -> list[str]:
+    return textwrap.wrap(said, width, initial_indent=first, subsequent_indent=rest, **more)
+
+
 def text(report: Report) -> str:
     lines = [head(report)]
     for line in exceptions(report):
-        lines += textwrap.wrap(line, 80, subsequent_indent="    ", max_lines=5)
+        lines += wrapped(line, max_lines=5)
     if any(r.error is not None for r in report.rows):
         lines += ["", f"{'quantity':10}{'cases':>6}{'failed':>8}{'error':>10}{'budget':>10}  worst case"]
     for name, cases, wrong, worst, said in by_quantity(report):
@@ -162,24 +168,23 @@ def text(report: Report) -> str:
         whole = extent(report)
         for name in report.failing:  # not broken in two where it has spaces
             whole = whole.replace(name, name.replace(" ", "\0"))
-        filled = textwrap.fill(whole, 80, subsequent_indent="    ", max_lines=5)
-        lines += ["", filled.replace("\0", " ")]
+        lines += ["", *(line.replace("\0", " ") for line in wrapped(whole, max_lines=5))]
     for line in (*report.common, company(report), unclaimed(report)):
-        lines += textwrap.wrap(line, 80, subsequent_indent="    ")
+        lines += wrapped(line)
     for (kind, message), rows in report.findings.items():
-        lines += ["", *textwrap.wrap(f"{kind}: {called(rows)}", 80, subsequent_indent="    ")]
+        lines += ["", *wrapped(f"{kind}: {called(rows)}")]
         for said in (message[:400], str(report.cases[rows[0].case])):
-            lines += textwrap.wrap(said, 76, initial_indent="    ", subsequent_indent="    ")
+            lines += wrapped(said, "    ", width=76)
     if report.diagnosis:
         lines += ["", behaves(report)]
         for match in report.diagnosis:
-            for start, said in (("  * ", match["mistake"]), ("      line: ", match["line"])):
-                lines += textwrap.wrap(said, 80, initial_indent=start, subsequent_indent="      ")
+            lines += wrapped(match["mistake"], "  * ", "      ")
+            lines += wrapped(match["line"], "      line: ", "      ")
     if report.measured:
         lines += ["", "Called with other sizes and options, it is"]
         for sentence in report.measured:
-            lines += textwrap.wrap(sentence, 80, initial_indent="  * ", subsequent_indent="    ")
-        lines += textwrap.wrap(f"all else as in {report.smallest}", 80, initial_indent="    ", subsequent_indent="    ")
+            lines += wrapped(sentence, "  * ")
+        lines += wrapped(f"all else as in {report.smallest}", "    ")
     if report.cut:
         lines += ["", CUT]
     if undiagnosed(report):
@@ -193,8 +198,8 @@ def text(report: Report) -> str:
             "",
             f"first wrong {row.quantity} of case {row.case}{row.message and f' ({row.message})'}:",
             *(f"    {line}" for line in what),
-            *textwrap.wrap(place(row), 76, initial_indent="    ", subsequent_indent="    "),
-            *textwrap.wrap(row.only and f"only in {row.only}", 76, initial_indent="    ", subsequent_indent="    "),
+            *wrapped(place(row), "    ", width=76),
+            *wrapped(row.only and f"only in {row.only}", "    ", width=76),
             f"    {along} |{row.map}|",
         ]
     if report.first_wrong:
@@ -252,7 +257,7 @@ def squares(cells: list[str], w: float, h: float) -> Iterator[str]:
                 while b < len(line) and line[b] == shade:
                     b += 1
                 side = (b - a) * w
-                path.append(f"M{LEFT + a * w:.1f} {i * h:.1f}h{side:.1f}v{h:.1f}h{-side:.1f}z")
+                path.append(f"M{MARGIN + a * w:.1f} {i * h:.1f}h{side:.1f}v{h:.1f}h{-side:.1f}z")
                 start = b
         if path:
             yield f'<path class="wrong" fill-opacity="{opacity(level):.2f}" d="{"".join(path)}"/>'
@@ -262,7 +267,7 @@ def picture(row: Row) -> str:
     """The map of a failed quantity: time along, channels down; of a state, columns along and rows down."""
     (x_name, y_name), (across, down), cells = (row.grid[n] for n in ("axes", "size", "cells"))
     n, m = len(cells[0]), len(cells)
-    w, h = min(SIDE, (WIDTH - LEFT) / n), min(SIDE, 320 / m)
+    w, h = min(SIDE, (WIDTH - MARGIN) / n), min(SIDE, 320 / m)
     width, height = n * w, m * h
     scale_x, scale_y = w / math.ceil(across / n), h / math.ceil(down / m)
     tokens = x_name == "t"
@@ -272,24 +277,24 @@ def picture(row: Row) -> str:
         f"{x_name} from 0 to {across - 1} along, {y_name} from 0 to {down - 1} down, the worst of all heads and "
         f"sequences. {wrong} of {n * m} cells hold an error beyond the budget; first at {place(row)}."
     )
-    parts = [f'<rect class="ground" x="{LEFT}" width="{width:.1f}" height="{height:.1f}"/>']
+    parts = [f'<rect class="ground" x="{MARGIN}" width="{width:.1f}" height="{height:.1f}"/>']
     parts += squares(cells, w, h)
     marks = range(0, across, C) if tokens else (0, across - 1)
     marks = [t for t in marks if t == 0 or t % (C * math.ceil(across / C / 9)) == 0 or not tokens]
     for t in dict.fromkeys(marks):
-        x = LEFT + t * scale_x + (0 if tokens else w / 2)
+        x = MARGIN + t * scale_x + (0 if tokens else w / 2)
         if tokens and t:
             parts.append(f'<path class="edge" d="M{x:.1f} 0v{height:.1f}"/>')
         parts.append(f'<text x="{x:.1f}" y="{height + 15:.1f}" class="middle">{t}</text>')
     parts.append(
-        f'<text x="{LEFT + width / 2:.1f}" y="{height + 31:.1f}" class="middle">'
+        f'<text x="{MARGIN + width / 2:.1f}" y="{height + 31:.1f}" class="middle">'
         f"{escape(x_name)}{' (a line for each chunk of 64)' if tokens and across > C else ''}</text>"
     )
     for i in dict.fromkeys((0, down - 1)):
         y = i * scale_y + min(h, scale_y) / 2 + 4
-        parts.append(f'<text x="{LEFT - 6}" y="{y:.1f}" class="end">{escape(y_name)} {i}</text>')
+        parts.append(f'<text x="{MARGIN - 6}" y="{y:.1f}" class="end">{escape(y_name)} {i}</text>')
     first = [row.where.get(name, 0) for name in ("t" if tokens else "column", y_name)]
-    x, y = LEFT + int(first[0] * scale_x / w) * w, int(first[1] * scale_y / h) * h
+    x, y = MARGIN + int(first[0] * scale_x / w) * w, int(first[1] * scale_y / h) * h
     parts.append(f'<rect class="first" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"/>')
     return (
         f'<svg viewBox="0 0 {WIDTH} {height + 38:.0f}" role="img"><title>{escape(name)}</title>'

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ..rounding import budget, error, unit
 from ._cases import MILD, C, Case, held, inputs
-from ._mechanisms import CHUNK, MECHANISMS, SHORT, Kind
+from ._mechanisms import LONGEST_CHUNK, MECHANISMS, SHORT, Kind
 
 __all__ = ["emulated", "exact", "judge"]
 
 LUCKS = 16  # orders of a sum that are tried
-LARGE, HEADS = 2**20, 16  # numbers of all states, and heads, from which on one order of each run is enough
-FEW = 1000  # keys that a CPU attends to as fast as a GPU
-KEPT = 400  # problems
+LARGE_STATES, ENOUGH_HEADS = 2**20, 16  # numbers of all states, and heads: above, one order of each run is enough
+CPU_KEYS = 1000  # keys that a CPU attends to as fast as a GPU
+KEPT_PROBLEMS = 400
 NEAR, ROUNDS = 2.0, 8  # an error below so many budgets may be luck: its budget comes from so many times as many runs
 WORKED_OUT: dict[tuple, Problem] = {}
 
@@ -59,11 +59,7 @@ def evaluate(
     if case.ends is not None:
         cu = torch.tensor(case.ends, dtype=getattr(torch, case.index), device=x["q"].device)
     call = partial(
-        fn,
-        *(leaves[n] for n in arguments),
-        scale=case.scale,
-        initial_state=None if not given else tuple(given) if kind.cache else given[0],
-        cu_seqlens=cu,
+        fn, *(leaves[n] for n in arguments), scale=case.scale, initial_state=kind.whole(given), cu_seqlens=cu
     )
     if moved:
         right = cu.clone()
@@ -73,7 +69,7 @@ def evaluate(
     o, state = call()
     if between:
         between()
-    states = (None,) * len(kind.states) if state is None else state if kind.cache else (state,)
+    states = kind.parts(state) or (None,) * len(kind.states)
     found = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
     pulled = {n: y for n, y in found.items() if f"d {n}" in x and y is not None and y.requires_grad}
     asked = {n: y for n, y in leaves.items() if y.requires_grad}
@@ -85,14 +81,8 @@ def evaluate(
         cotangents = cotangents if pull == 1 else [pull * d for d in cotangents]
         if amid and left < backwards - 1:
             amid()
-        grads = torch.autograd.grad(
-            list(pulled.values()),
-            list(asked.values()),
-            cotangents,
-            allow_unused=True,
-            retain_graph=left > 0,
-            materialize_grads=case.loss == "state",
-        )
+        options = {"allow_unused": True, "retain_graph": left > 0, "materialize_grads": case.loss == "state"}
+        grads = torch.autograd.grad([*pulled.values()], [*asked.values()], cotangents, **options)
         grads = grads if pull == 1 else [d if d is None else d / pull for d in grads]
     found |= {f"d{n}": d for n, d in zip(asked, grads, strict=True)}
     return {n: y if y is None else y.detach() for n, y in found.items()}
@@ -237,25 +227,28 @@ def budgets_of(
     size of the case allows (:class:`~gla_ref.rounding.Luck`). For the rounds `again` = 1, 2, ... they draw
     other luck, and runs without luck are left out.
     """
-    runs, lucky = copied(kind, case), len(kind.emulated)
+    copies, with_luck = copied(kind, case), len(kind.emulated)
     single, short = dtype == torch.float32, case.T <= SHORT
-    if single and not kind.cache and case.T <= 2 * CHUNK and numbers(case) > LARGE and case.H >= HEADS:
+    large = numbers(case) > LARGE_STATES and case.H >= ENOUGH_HEADS
+    if single and not kind.cache and case.T <= 2 * LONGEST_CHUNK and large:
         # here the three runs in three products of TF32 err most, and so many heads have many errors
-        runs = 2 if again else 1
+        copies = 2 if again else 1
     emulate = partial(kind.emulate, dtype=dtype, seed=again)
-    made = lucky + (0 if again else len(kind.plain) + (len(kind.beyond) if single and case.T > CHUNK else 0))
-    ways = [(partial(emulate, run=i), runs if i < lucky else 1) for i in range(made)]
+    runs = with_luck
+    if not again:
+        runs += len(kind.plain) + (len(kind.beyond) if single and case.T > LONGEST_CHUNK else 0)
+    ways = [(partial(emulate, run=i), copies if i < with_luck else 1) for i in range(runs)]
     if single and (short or not kind.cache):
         ways.append((partial(emulate, thrice=True), 3))
     ways += [(form, 1) for form in kind.also if single and short and not again]
-    low, budgets = {name: y.float() for name, y in x.items()}, {}
+    single_x, budgets = {name: y.float() for name, y in x.items()}, {}
     for way, many in ways:
-        e = evaluate(partial(way, copies=many) if many > 1 else way, kind, repeated(kind, low, many), case)
+        got = evaluate(partial(way, copies=many) if many > 1 else way, kind, repeated(kind, single_x, many), case)
         for name, y in exact.items():
             axis, right = kind.head_axis(name), torch.cat([y] * many, kind.head_axis(name))
-            off = e[name].to(held(kind, name, case, dtype)).double()
-            found = torch.stack([errors(off[s], right[s], many * n, axis) for s in parts(kind, name, y)])
-            budgets.setdefault(name, []).append(found.unflatten(1, (many, n)).amax(1))
+            rounded = got[name].to(held(kind, name, case, dtype)).double()
+            worst = torch.stack([errors(rounded[s], right[s], many * n, axis) for s in parts(kind, name, y)])
+            budgets.setdefault(name, []).append(worst.unflatten(1, (many, n)).amax(1))
     return {name: budget(torch.stack(worst).amax(0), held(kind, name, case, dtype)) for name, worst in budgets.items()}
 
 
@@ -320,12 +313,12 @@ def problems(
     for group in groups.values():
         found |= zip(group, worked_out(mechanism, [key[1] for key in group], dtype, seed, form, device), strict=True)
     WORKED_OUT.update(found)
-    while len(WORKED_OUT) > KEPT:  # the oldest first
+    while len(WORKED_OUT) > KEPT_PROBLEMS:  # the oldest first
         WORKED_OUT.pop(next(iter(WORKED_OUT)), None)
     return [as_asked(found[key], case) for key, case in zip(keys, cases, strict=True)]
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=KEPT_PROBLEMS)
 def as_asked(worked: Problem, case: Case) -> Problem:
     """A problem under the case's own name and way of calling; the same one for the same case."""
     return replace(worked, case=case)
@@ -354,7 +347,7 @@ def worked_out(
     """
     kind, like = MECHANISMS[mechanism], cases[0]
     given = [inputs(mechanism, case, dtype, seed, form) for case in cases]
-    device = device if kind.cache and like.T > FEW else "cpu"
+    device = device if kind.cache and like.T > CPU_KEYS else "cpu"
     exact, budgets = work_out(kind, like, dtype, given, device)
     dtypes = {n: held(kind, n, like, dtype) for n in exact}
     made = []

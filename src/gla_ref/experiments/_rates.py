@@ -50,16 +50,16 @@ def with_trials(
         columns: by the name of the runs, without seeds: what tells them from others, "group" among it, and the model.
         evaluations: of a run that is a result.
     """
-    s, first, main = settings, {}, []
+    s, trials, results = settings, {}, []
     training = Training(s.steps, None, precision=s.precision, evaluations=evaluations)
-    for name, (about, model) in columns.items():
-        for seed in range(seeds):
-            one = {"stage": "main", **about, "seed": seed}
-            main.append(Run(experiment, f"main/{name}/seed{seed}", one, s, model, training, s.tokens))
-        tried = {**one, "stage": "rate", "seed": SEED}
-        trial = replace(main[-1], about=tried, training=replace(training, evaluations=1))
-        first.setdefault(about["group"], [_trial(trial, rate) for rate in sorted(set(s.rates))])
-    return [*chain(*first.values()), *main]
+    for name, (column, model) in columns.items():
+        abouts = [{"stage": "main", **column, "seed": seed} for seed in range(seeds)]
+        runs = [Run(experiment, f"main/{name}/seed{x['seed']}", x, s, model, training, s.tokens) for x in abouts]
+        about = abouts[0] | {"stage": "rate", "seed": SEED}
+        trial = replace(runs[0], about=about, training=replace(training, evaluations=1))
+        trials.setdefault(column["group"], [_trial(trial, rate) for rate in sorted(set(s.rates))])
+        results += runs
+    return [*chain(*trials.values()), *results]
 
 
 def _trial(run: Run, rate: float) -> Run:

@@ -15,7 +15,7 @@ __all__ = ["Config", "check_fields"]
 
 Negative = NewType("Negative", float)
 
-MIXERS = ("softmax", "linear", "retnet", "scalar", "mamba2", "gla", "gated_delta", "kda")  # classes: mixers.py
+MIXER_NAMES = ("softmax", "linear", "retnet", "scalar", "mamba2", "gla", "gated_delta", "kda")  # classes: mixers.py
 # fields of fla's files that we ignore: settings that change no result, and bookkeeping of transformers
 WITHOUT_EFFECT = set(
     "attn_mode fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy max_position_embeddings "
@@ -102,7 +102,7 @@ class Config:
         if hybrid and len(self.mixer) != self.num_hidden_layers:
             raise ValueError(f"mixer: expected one for each of {self.num_hidden_layers} layers, got {self.mixer!r}")
         mixers = self.mixer if hybrid else (self.mixer,)
-        for name, found, choices in (("mixer", mixers, MIXERS), ("head_norm", [self.head_norm], ("rms", "layer"))):
+        for name, found, choices in (("mixer", mixers, MIXER_NAMES), ("head_norm", [self.head_norm], ("rms", "layer"))):
             if wrong := [x for x in found if x not in choices]:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {wrong[0]!r}")
         if "softmax" in mixers and self.hidden_size % (2 * self.num_heads):

@@ -30,7 +30,7 @@ from the chunk's start and k to its end, and no exponent is above 0::
 The pairs need other products (gla_ref/pages/gla_levels.py). A caller that adds them gives `walk` the tensor `strong`,
 one flag for each chunk of a head; gla_ref.kernels does. The function below does not, and those rows of o are NaN.
 
-With C = 64 a chunk moves 2 C (3 K + 2 V) bytes, 80 KB at K = V = 128, for 2 C (C (2 K + V) + 2 K V) FLOPs. Left out:
+With C = 64 a chunk moves 2 C (3 K + 2 V) bytes, 80 KiB at K = V = 128, for 2 C (C (2 K + V) + 2 K V) FLOPs. Left out:
 float32, K and V other than 64 and 128, and everything that gla_ref/pages/gla.py leaves out.
 """
 

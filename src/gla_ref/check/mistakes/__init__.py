@@ -23,11 +23,11 @@ from ._calls import LINEAR, MISTAKES, Call, Mistake, apply, attention
 
 __all__ = ["LINEAR", "MISTAKES", "Call", "Mistake", "apply", "attention", "known"]
 
-ROOMS = (_states, _shipped, _rounding, _delta)  # each adds its mistakes to MISTAKES
+MODULES = (_states, _shipped, _rounding, _delta)  # each adds its mistakes to MISTAKES
 
 
 def known(mechanism: str, dtype: torch.dtype) -> list[Mistake]:
     """The mistakes that a kernel of this mechanism and dtype can be seen to make."""
     shows = {torch.float32: lambda m: True, torch.bfloat16: lambda m: not (m.rounding or m.fine)}
-    fits = shows.get(dtype, lambda m: not (m.rounding or m.fine or m.overflow))
+    fits = shows.get(dtype, lambda m: not (m.right_on_paper or m.fine))
     return [m for m in MISTAKES if mechanism in m.mechanisms and fits(m)]

@@ -15,9 +15,9 @@ from ...gates import decay_from_start, decay_to_end, segment_sum
 from ...mechanisms import MECHANISMS
 from ...triangular import elimination
 from .. import _mechanisms
+from .._cases import C
 from .._emulate import by_channel
 
-C = 64  # the chunk, or tile of keys, that mistakes at chunk boundaries assume; a diagnosis tries others, too
 KINDS = _mechanisms.MECHANISMS
 SOFTMAX = tuple(m for m, kind in KINDS.items() if kind.cache)
 # one state, and writes that do not depend on it
@@ -25,8 +25,8 @@ LINEAR = tuple(m for m, kind in KINDS.items() if not kind.cache and not kind.nam
 DELTA = tuple(m for m, kind in KINDS.items() if kind.named("strength"))  # writes that correct the state
 STATES = LINEAR + DELTA
 GATED = tuple(m for m in LINEAR if KINDS[m].named("gate"))
-GATES = tuple(m for m in STATES if KINDS[m].named("gate"))
-DELTA_GATED = tuple(m for m in DELTA if m in GATES)
+ANY_GATED = tuple(m for m in STATES if KINDS[m].named("gate"))
+DELTA_GATED = tuple(m for m in DELTA if m in ANY_GATED)
 DECAY, READ, WRITE = "S_t = exp(g_t) S_{t-1} + ...", "o_t = scale q_t S_t", "S_t = ... + k_t^T v_t"
 CARRY, GRADIENT, PACK = ("S_[n+1] from S_[n]: chunk to chunk", "the backward pass", "S_0 of each sequence")
 
@@ -45,6 +45,11 @@ class Mistake:
     overflow: bool = False  # right in float64: what float32 cannot hold is not finite
     chunked: bool = False  # it happens at the boundaries of chunks, whose length is the kernel's own
     long: bool = False  # it shows in long sequences only
+
+    @property
+    def right_on_paper(self) -> bool:
+        """Whether it is right in float64."""
+        return self.rounding or self.overflow
 
 
 MISTAKES: list[Mistake] = []

@@ -11,8 +11,7 @@ from torch import Tensor
 from ...rounding import Products
 from ...triangular import doubling
 from .._emulate import Product
-from ._calls import DELTA, READ, in_steps, mistake
-from ._calls import DELTA_GATED as GATED
+from ._calls import DELTA, DELTA_GATED, READ, in_steps, mistake
 
 SOLVE, FIND = "(I + A) v^ = beta (v - K S)", "v_t - k_t S_{t-1}"
 
@@ -41,7 +40,7 @@ for last in (3, 7, 15, 31):
     step(f"triangle inverted by its powers up to A^{last} only", SOLVE, inverse=partial(by_powers, last=last))
 
 
-@mistake("keys find the state before the gate", FIND, GATED)
+@mistake("keys find the state before the gate", FIND, DELTA_GATED)
 def _(c):
     S, outs = c.S, []
     for q, k, v, g, beta in zip(*(x.unbind(1) for x in (c.q, c.k, c.v, c.g, c.beta)), strict=True):
@@ -51,7 +50,7 @@ def _(c):
     return (torch.stack(outs, 1), S) if outs else (c.v, S)
 
 
-step("Gamma left out of the scores: pairs not decayed", READ, GATED, pairs=lambda n: (n.q @ n.k.mT).tril())
+step("Gamma left out of the scores: pairs not decayed", READ, DELTA_GATED, pairs=lambda n: (n.q @ n.k.mT).tril())
 
 
 for name, own in (

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...gates import decay_to_end
 from ...rounding import Products, tf32
 from .._emulate import Product, corrected, two_level
-from ._calls import DECAY, DELTA_GATED, GATED, GATES, READ, Call, Chunk, at_most_0, in_steps, mistake
+from ._calls import ANY_GATED, DECAY, DELTA_GATED, GATED, READ, Call, Chunk, at_most_0, in_steps, mistake
 
 
 # -- exponents ---------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def anchored(c: Call, C: int, anchor: Callable[[Tensor], Tensor]) -> tuple[Tenso
 RATIO = "decays as a ratio, e^b_i times e^-b_j: it overflows in strong chunks"
 MIDDLE = "one anchor for a whole chunk, in its middle: it overflows in strong chunks"
 for name, anchor in ((RATIO, torch.zeros_like), (MIDDLE, lambda b: b[..., -1:, :] / 2)):
-    mistake(name, DECAY, GATES, overflow=True, chunked=True)(lambda c, anchor=anchor: anchored(c, c.C, anchor))
+    mistake(name, DECAY, ANY_GATED, overflow=True, chunked=True)(lambda c, anchor=anchor: anchored(c, c.C, anchor))
     mistake(name, DECAY, GATED, overflow=True)(partial(anchored, C=10**9, anchor=anchor))  # all tokens at once
 
 
@@ -87,7 +87,9 @@ def nothing_after_resets(g: Tensor, carried: bool) -> tuple[Tensor, ...]:
     return b, lost(until) if carried else decay_to_end(g), lost(seen(between)), whole
 
 
-in_log_space("decays as differences of running sums: not a number after a reset", running_sums, GATES, overflow=True)
+in_log_space(
+    "decays as differences of running sums: not a number after a reset", running_sums, ANY_GATED, overflow=True
+)
 for carried in (False, True):
     in_log_space(
         "NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing",

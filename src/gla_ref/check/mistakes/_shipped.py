@@ -275,14 +275,14 @@ def times_the_right_sum(q, k, v, *, scale=None):
 
 
 # -- room 19 -----------------------------------------------------------------------------------
-SUB, PIECE = 16, 64  # tokens whose gates are added up at a time; tokens of a piece
+SUMMED, PIECE = 16, 64  # tokens whose gates are added up at a time; tokens of a piece
 
 
 def start_of(g: Tensor, at: int) -> Tensor:
     """The token from which the piece that begins at token `at` walks, for each head."""
-    sums = g[:, :at].unflatten(1, (at // SUB, SUB)).sum(2).amax(-1)  # of the channel that is kept best
+    sums = g[:, :at].unflatten(1, (at // SUMMED, SUMMED)).sum(2).amax(-1)  # of the channel that is kept best
     kept = sums.flip(1).cumsum(1) > -14  # beyond, e^-14 is left: nothing in 16 bits
-    return (at - SUB - SUB * kept.sum(1, keepdim=True)).clamp_min(0)
+    return (at - SUMMED - SUMMED * kept.sum(1, keepdim=True)).clamp_min(0)
 
 
 def pieces_from_zero(q, k, v, g, beta, *, scale=None, initial_state=None):

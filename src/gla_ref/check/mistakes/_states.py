@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .._emulate import Decayed
 from ._calls import (
+    ANY_GATED,
     CARRY,
     DECAY,
     GATED,
-    GATES,
     GRADIENT,
     PACK,
     READ,
@@ -57,13 +57,13 @@ def _(c):
 
 # -- decays ------------------------------------------------------------------------------------
 simple("gate applied after the update instead of before", DECAY, lambda c: {"k": c.k * c.g.exp()}, GATED)
-simple("gate forgotten", DECAY, lambda c: {"g": 0 * c.g.clamp_min(-1)}, GATES)
-simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, GATES)
-simple("1.44 taken for log2(e)", DECAY, lambda c: {"g": c.g * (1.44 * log(2))}, GATES, fine=True)
-simple("log gate taken for alpha", DECAY, lambda c: {"g": c.g.log()}, GATES)
+simple("gate forgotten", DECAY, lambda c: {"g": 0 * c.g.clamp_min(-1)}, ANY_GATED)
+simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, ANY_GATED)
+simple("1.44 taken for log2(e)", DECAY, lambda c: {"g": c.g * (1.44 * log(2))}, ANY_GATED, fine=True)
+simple("log gate taken for alpha", DECAY, lambda c: {"g": c.g.log()}, ANY_GATED)
 
 
-@mistake("running sum of gates in bfloat16", DECAY, GATES)
+@mistake("running sum of gates in bfloat16", DECAY, ANY_GATED)
 def _(c):
     b = c.g.clamp_min(-1e4).cumsum(1)
     b = b + (b.to(torch.bfloat16).to(b.dtype) - b).detach()
@@ -72,7 +72,7 @@ def _(c):
 
 # -- from chunk to chunk -----------------------------------------------------------------------
 def carry(name: str, wrong: Callable[[Call, Tensor], Tensor]) -> None:
-    mistake(name, CARRY, GATES, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
+    mistake(name, CARRY, ANY_GATED, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
 
 
 carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.written))
@@ -90,7 +90,7 @@ def _(c):
 simple("initial state ignored", PACK, lambda c: {"S": torch.zeros_like(c.S)})
 
 
-@mistake("final state not decayed through the last chunk", "S_T", GATES, chunked=True)
+@mistake("final state not decayed through the last chunk", "S_T", ANY_GATED, chunked=True)
 def _(c):
     if not c.q.shape[1]:
         return c.run()
@@ -151,7 +151,7 @@ def _(c):
     return written[0] + carried[0], written[1] + carried[1]
 
 
-@mistake("gate's gradient without S_T dS_T, with which its reverse sum begins", GRADIENT, GATES)
+@mistake("gate's gradient without S_T dS_T, with which its reverse sum begins", GRADIENT, ANY_GATED)
 def _(c):
     pulled: list[Tensor] = []
 
@@ -175,7 +175,7 @@ def _(c):
     return c.chunks(turn)
 
 
-@mistake("gradient of the state not decayed from chunk to chunk", GRADIENT, GATES, chunked=True)
+@mistake("gradient of the state not decayed from chunk to chunk", GRADIENT, ANY_GATED, chunked=True)
 def _(c):
     def turn(c, o, S):
         kept = decay(c.g)

@@ -87,7 +87,7 @@ class Visit:
         room: the room.
         passes: whether its kernel passes the ordinary test.
         report: the kit's report of it.
-        seconds: that the kit took.
+        seconds: the kit's time.
     """
 
     room: Room

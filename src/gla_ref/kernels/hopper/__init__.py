@@ -1,6 +1,11 @@
-"""Kernels for Hopper in Gluon: warps with different jobs in one program (their algebra: chapters 13 and 20).
+"""Kernels for Hopper in Gluon: warps with different jobs in one program (chapters 22 to 24).
 
 A plan takes them for every call for which no function below, called `refusal...`, has a reason not to.
+
+* GLA: gla_forward.py, gla_backward.py. Delta rules: delta_chunk.py has their equations; delta_fused.py for many heads,
+  delta_ahead.py (with delta_solve.py) for few; delta_backward.py, delta_walks.py, delta_gradients.py, delta_carry.py.
+* KDA: kda_prepare.py, kda_forward.py; kda_walks.py, kda_gradients.py.
+* For all: ring.py (barriers, and why no role waits for ever), tiles.py, gluon.py; delta_inverse.py for delta rules.
 """
 
 from __future__ import annotations

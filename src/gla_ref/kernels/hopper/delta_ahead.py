@@ -16,7 +16,7 @@ and M, BV columns per program: X from a state of zeros, M from the columns of th
 the copy engine reads zeros beyond the columns of v. `carry` of delta_carry.py turns them into the state before each
 segment, and `walk` makes o from there. In one go, a sequence is one segment. Programs count segments by slots, as
 `which_segment` does; a spare slot has no chunks. Without q, P and o, and with e^(b_C - b) w in place of v', a program
-of 64 columns and three stages takes 112 KB, and two of them share a multiprocessor. `choose` cuts sequences where a
+of 64 columns and three stages takes 112 KiB, and two of them share a multiprocessor. `choose` cuts sequences where a
 model says that segments are faster.
 
 Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tiles of q and k, the walker in its
@@ -25,8 +25,8 @@ it needs them.
 
 Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; each program of `walk` reads
 4 C K + 2 C BV + 4 C^2 + 12 C and writes 2 C BV, for X and M it reads half as much and writes nothing. Programs of a
-head share in L2 what they read. Shared memory at K = 128: `solve` 35 KB, four programs per multiprocessor; `walk` with
-BV = 64 and three stages 192 KB.
+head share in L2 what they read. Shared memory at K = 128: `solve` 35 KiB, four programs per multiprocessor; `walk` with
+BV = 64 and three stages 192 KiB.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels where `whole_duration` is less than
 delta_fused.py's.

@@ -42,8 +42,8 @@ from .tiles import box
 
 LEAST = 2.0**-40  # strengths below it in size count as it, where a gradient is divided by them
 SCALES = 2.0**-20, 2.0**20  # of a size that leaves dv and w of such a strength in bfloat16's range
-OF_SOLVE = 128  # registers of a thread of `solve`
-KEPT = {  # rows of `factors` (delta_solve.py)
+SOLVE_REGISTERS = 128  # a thread's, in `solve`
+KEPT_ROWS = {  # rows of `factors` (delta_solve.py)
     "BETA": BETA.value, "SINCE": SINCE.value, "UNTIL": UNTIL.value, "COARSE": COARSE.value, "FINE": FINE.value,
     "DIVISORS": DIVISORS.value,
 }
@@ -57,8 +57,8 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     _, length = delta_ahead.choose(hardware, K, V, H * N, shared.chunks, call.path)
     draft.because(f"T of all chunks first, then a program for each {BV.value} columns of V: Hopper, in Gluon")
     L, n = shared.segment(length, call.path, 2 * V // BV.value * H * N), shared.slots // H
-    small = q.dtype == torch.bfloat16 and SCALES[0] <= abs(scale) <= SCALES[1]
-    if not small:
+    in_16_bits = q.dtype == torch.bfloat16 and SCALES[0] <= abs(scale) <= SCALES[1]
+    if not in_16_bits:
         why = f"tokens are {q.dtype}" if q.dtype != torch.bfloat16 else f"scale is {scale}"
         draft.because(f"sums pass through memory in float32, and the portable kernel reads them: {why}")
 
@@ -66,12 +66,13 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     factors = draft.new("factors", n, H, FACTORS + (q.dtype == torch.float16), C.value)
     solved = DeltaCall(
         draft=draft, cu=shared.cu, B=shared.B, T=T, H=H, K=K, V=V, G=shared.G, N=N, scale=scale, gated=g is not None,
-        kept=q.dtype if small else torch.float32, C=C.value, L=L, BK=K, BV=BV.value, chunks=n, warps=4, stages=1,
+        kept=q.dtype if in_16_bits else torch.float32, C=C.value, L=L, BK=K, BV=BV.value, chunks=n, warps=4, stages=1,
         P=P, Y=Y, factors=factors,
     )
     d_q, d_k, d_v, d_do = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV.value), (do, BV.value)))
     d_Y, d_P = (box(x, C.value, C.value) for x in (Y, P))
-    launch_solve(solved, d_q, d_k, g, beta, d_Y, d_P, factors, OF_SOLVE, LEAST if small else 0.0, **KEPT)
+    least = LEAST if in_16_bits else 0.0
+    launch_solve(solved, d_q, d_k, g, beta, d_Y, d_P, factors, SOLVE_REGISTERS, least, **KEPT_ROWS)
 
     tokens = d_q, d_k, d_v, d_do, d_Y, d_P
     R_in = delta_gradient.gradient_of_state(draft, call.dS, scale)
@@ -82,11 +83,11 @@ def plan_backward(hardware: Hardware, call) -> Plan:
         launch_walks(solved, tokens, Walk(None, part), Walk(None, part_back))
         launch_carry(solved, part, part_back, S_in, R_in, R_0)
         S_in, R_in, last = part, part_back, None
-    sizes = (V, K) if small else (K, V)
+    sizes = (V, K) if in_16_bits else (K, V)
     states, dstates = (draft.new(name, n, H, *sizes, dtype=solved.kept) for name in ("states", "dstates"))
-    writes, rows = (draft.new(name, *v.shape, dtype=solved.kept) for name in ("writes", "dv" if small else "r"))
+    writes, rows = (draft.new(name, *v.shape, dtype=solved.kept) for name in ("writes", "dv" if in_16_bits else "r"))
     launch_walks(solved, tokens, Walk(S_in, None, states, writes), Walk(R_in, last, dstates, rows))
-    if small:
+    if in_16_bits:
         made = make_gradients(solved, Local(q, k, g, do, states, writes, dstates, rows), beta, call.need_dg)
     else:
         local = delta_gradient.Local(q, k, v, g, do, states, writes, dstates, rows)

@@ -37,8 +37,8 @@ zeros.
 *Proxies.* WGMMA and the copy engine see what threads wrote only after these threads' fence, so a fence follows every
 store that they read or overwrite, and every load that a copy overwrites.
 
-*Shared memory* at K = V = 128, 175 KB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
-moves 2 C (2 K + 2 V) = 64 KB for 2 C (2 C K + 3 K V + 2 C V) = 10.5 MFLOP and 0.4 MFLOP for the inverse.
+*Shared memory* at K = V = 128, 175 KiB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
+moves 2 C (2 K + 2 V) = 64 KiB for 2 C (2 C K + 3 K V + 2 C V) = 10.5 MFLOP and 0.4 MFLOP for the inverse.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel where there are too many heads
 for delta_ahead.py.
@@ -76,7 +76,7 @@ class Tiles(NamedTuple):
     T: object
     P: object
     gates: object  # rows of C numbers; without gates only BETA
-    powers: object  # of the rows of T and P in float16; else None
+    exponents: object  # of the powers of 2 that rows of T and P were divided by, in float16; else None
 
 
 class Barriers(NamedTuple):
@@ -98,11 +98,14 @@ def row(tiles, s, n: gl.constexpr):
 
 @gluon.jit
 def scaled_rows(x, dtype: gl.constexpr):
-    """x in a product's precision, and the powers of 2 [rows] by which it was divided, as by `operand` of tiles.py."""
+    """x in a product's precision, and [rows] the exponents of the powers of 2 that its rows were divided by.
+
+    As `operand` of tiles.py, which returns one factor for a whole tile.
+    """
     if dtype == gl.float16:
-        power = gl.ceil(gl.log2(gl.maximum(gl.max(gl.abs(x), 1), 1e-30))) - 15.0
-        power = gl.maximum(power, -40.0)
-        return (x * gl.exp2(-power)[:, None]).to(dtype), power
+        exponent = gl.ceil(gl.log2(gl.maximum(gl.max(gl.abs(x), 1), 1e-30))) - 15.0
+        exponent = gl.maximum(exponent, -40.0)
+        return (x * gl.exp2(-exponent)[:, None]).to(dtype), exponent
     else:
         return x.to(dtype), 0.0
 
@@ -165,12 +168,12 @@ def decays(tiles, s, never, GATED: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def store_T(tiles, s, Y, GATED: gl.constexpr, layout: gl.constexpr):
-    """T = Y diag(beta), and the powers of its rows."""
+    """T = Y diag(beta), and the exponents of its rows."""
     strength = row(tiles, s, RIGHT if GATED else BETA).load(gl.SliceLayout(0, layout))[None, :]
-    T, power = scaled_rows(Y * strength, tiles.T.dtype)
+    T, exponent = scaled_rows(Y * strength, tiles.T.dtype)
     tiles.T.index(s).store(T)
-    if tiles.powers is not None:
-        tiles.powers.index(2 * s).store(power)
+    if tiles.exponents is not None:
+        tiles.exponents.index(2 * s).store(exponent)
 
 
 @gluon.jit
@@ -216,10 +219,10 @@ def solver(
             E *= scale
         eliminate(scratch, never, EXACT)
         P = warpgroup_mma_wait(0, deps=[P]) * E
-        P, power = scaled_rows(P, b_k.dtype)
+        P, exponent = scaled_rows(P, b_k.dtype)
         tiles.P.index(s).store(P)
-        if tiles.powers is not None:
-            tiles.powers.index(2 * s + 1).store(power)
+        if tiles.exponents is not None:
+            tiles.exponents.index(2 * s + 1).store(exponent)
         store_T(tiles, s, inverse(scratch, EXACT, wide), GATED, wide)
         fence_async_shared()
         mbarrier.arrive(bars.solved.index(s), count=1)
@@ -243,16 +246,13 @@ def store_turned(
     o, d_o, x, t_u, done, i_b, i_h, o_t, end, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
 ):
     """o^T [V, C] to rows o_t ..., up to row `end`."""
-    if PACKED:
-        if end - o_t < C:
-            rows = gl.arange(0, V, layout=gl.SliceLayout(1, layout))[:, None]
-            columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :]
-            p = o + (o_t.to(gl.int64) * HV + i_h) * V
-            gl.store(p + (columns * (HV * V) + rows), x, mask=columns < end - o_t)
-            fence_async_shared()
-            mbarrier.arrive(done, count=1)
-        else:
-            send(d_o, x, t_u, done, i_b, i_h, o_t)
+    if PACKED and end - o_t < C:
+        rows = gl.arange(0, V, layout=gl.SliceLayout(1, layout))[:, None]
+        columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :]
+        p = o + (o_t.to(gl.int64) * HV + i_h) * V
+        gl.store(p + (columns * (HV * V) + rows), x, mask=columns < end - o_t)
+        fence_async_shared()
+        mbarrier.arrive(done, count=1)
     else:
         send(d_o, x, t_u, done, i_b, i_h, o_t)
 
@@ -283,24 +283,23 @@ def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.con
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
         b_v = tiles.v.index(s).reshape([C, V])
         none = gl.zeros([V, C], gl.float32, narrow)
-        low, of_S = scaled_rows(S, dtype)
+        low, exponent_S = scaled_rows(S, dtype)
         low = gl.convert_layout(low, left)
         mbarrier.wait(bars.keys.index(s), parity)
         mbarrier.wait(bars.ready.index(s), parity)
-        if PACKED:
-            if end - o_t < C:  # the solver puts zeros into k
-                mbarrier.wait(bars.solved.index(s), parity)
+        if PACKED and end - o_t < C:  # the solver puts zeros into k
+            mbarrier.wait(bars.solved.index(s), parity)
         x = warpgroup_mma(low, b_k.permute((1, 0)), none, use_acc=False, is_async=True)  # (k S)^T
         b_o = warpgroup_mma(low, b_q.permute((1, 0)), none, use_acc=False, is_async=True)  # (q S)^T
         mbarrier.wait(bars.solved.index(s), parity)
         v = b_v.permute((1, 0)).load(narrow).to(gl.float32)
         x, b_o = warpgroup_mma_wait(0, deps=[x, b_o])
         if FLOAT16:
-            of_S = gl.exp2(gl.convert_layout(of_S, of_row))[:, None]
-            x, b_o = x * of_S, b_o * of_S
+            scale_S = gl.exp2(gl.convert_layout(exponent_S, of_row))[:, None]
+            x, b_o = x * scale_S, b_o * scale_S
         if GATED:
             x *= row(tiles, s, SINCE).load(of_column)[None, :]
-        x, of_x = scaled_rows(v - x, dtype)  # v'^T
+        x, exponent_x = scaled_rows(v - x, dtype)  # v'^T
         w = warpgroup_mma(
             gl.convert_layout(x, left), tiles.T.index(s).permute((1, 0)), none, use_acc=False, is_async=True
         )
@@ -314,21 +313,21 @@ def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.con
             b_o *= scale
         w = warpgroup_mma_wait(0, deps=[w])
         if FLOAT16:
-            w *= gl.exp2(of_x)[:, None] * gl.exp2(tiles.powers.index(2 * s).load(of_column))[None, :]
+            w *= gl.exp2(exponent_x)[:, None] * gl.exp2(tiles.exponents.index(2 * s).load(of_column))[None, :]
         if GATED:
-            u, of_u = scaled_rows(w * until, dtype)
+            u, exponent_u = scaled_rows(w * until, dtype)
         else:
-            u, of_u = scaled_rows(w, dtype)
-        w, of_w = scaled_rows(w, dtype)
+            u, exponent_u = scaled_rows(w, dtype)
+        w, exponent_w = scaled_rows(w, dtype)
         if FLOAT16:
-            of_u = gl.convert_layout(of_u, gl.SliceLayout(1, state))[:, None]
-            of_P = tiles.powers.index(2 * s + 1).load(of_column)[None, :]
-            S, b_o = S * gl.exp2(-of_u), b_o * gl.exp2(-of_w)[:, None] * gl.exp2(-of_P)
+            exponent_u = gl.convert_layout(exponent_u, gl.SliceLayout(1, state))[:, None]
+            exponent_P = tiles.exponents.index(2 * s + 1).load(of_column)[None, :]
+            S, b_o = S * gl.exp2(-exponent_u), b_o * gl.exp2(-exponent_w)[:, None] * gl.exp2(-exponent_P)
         S = warpgroup_mma(gl.convert_layout(u, left_S), b_k, S, is_async=True)
         b_o = warpgroup_mma(gl.convert_layout(w, left), tiles.P.index(s).permute((1, 0)), b_o, is_async=True)
         S, b_o = warpgroup_mma_wait(0, deps=[S, b_o])
         if FLOAT16:
-            S, b_o = S * gl.exp2(of_u), b_o * gl.exp2(of_w)[:, None] * gl.exp2(of_P)
+            S, b_o = S * gl.exp2(exponent_u), b_o * gl.exp2(exponent_w)[:, None] * gl.exp2(exponent_P)
         done = bars.done.index(s)
         store_turned(o, d_o, b_o.to(dtype), t_u, done, i_b, i_h, o_t, end, HV, V, narrow, PACKED)
     tma.store_wait(0)
@@ -366,9 +365,9 @@ def fused(
     t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, V], d_o.layout)
     gates = gl.allocate_shared_memory(gl.float32, [STAGES * (7 if GATED else 1), C], line)
     if k.dtype == gl.float16:
-        powers = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line)
+        exponents = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line)
     else:
-        powers: gl.constexpr = None
+        exponents: gl.constexpr = None
     scratch = allocate_scratch()
     bars = Barriers(
         new_barriers(STAGES, 1),
@@ -379,7 +378,7 @@ def fused(
     )
     fence_async_shared()
 
-    tiles = Tiles(t_q, t_k, t_v, t_T, t_P, gates, powers)
+    tiles = Tiles(t_q, t_k, t_v, t_T, t_P, gates, exponents)
     outputs, which = (o, d_o, S_in, S_out), (i_n, i_b, i_h, begin, end, n, HV, scale)
     s_g, s_beta = (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)
     of_loader = (q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_h // G, begin, end, n, scale)

@@ -19,7 +19,7 @@ registers.
 
 A program takes chunks of key heads, one after another, and of each the value heads in turn. dq and dk of a key head
 stay in registers over its turns, F and G do not: each group stores its own, and both read both in the same turn. Tiles
-fill shared memory, so that 28 KB are left for L1, and what a thread spills comes back from L2, 300 clocks or more
+fill shared memory, so that 28 KiB are left for L1, and what a thread spills comes back from L2, 300 clocks or more
 later. So all waits name what must be there before the next products (`deps`), and `never`, a zero that the compiler
 does not know, keeps it from holding one turn's addresses and masks for the next. Roles::
 
@@ -49,7 +49,7 @@ head's last turn has. The next phase of the first needs that F or G, the next of
 with zeros and then gives `factors_ready`; it stores such a chunk's dq and dk itself. *K of 64*: the copy engine reads
 zeros beyond them, so the second group then makes F and zeros.
 
-Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in and out. Shared memory: 223 KB.
+Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in and out. Shared memory: 223 KiB.
 """
 
 from __future__ import annotations

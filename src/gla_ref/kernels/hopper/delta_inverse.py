@@ -30,7 +30,7 @@ MILD = gl.constexpr(1.0625)  # the largest |N_ij| of a chunk for which float16 i
 
 
 class Scratch(NamedTuple):
-    """Shared memory of an inverse, 26 KB."""
+    """Shared memory of an inverse, 26 KiB."""
 
     E: object  # [8, 8, 8] float32: E[m, b, j] is element (m, j) of block b of 8 on the diagonal
     N: object  # blocks of 16 of N in two parts; those of D_j take the place of blocks that nobody reads

@@ -14,7 +14,7 @@ Packed sequences: rows of the next sequence become zeros in the program's own ti
     COARSE, FINE    b in two parts (`summed` of delta_chunk.py); zeros without gates
     DIVISORS        the powers of 2 that float16's Y and P were divided by, two numbers
 
-Bytes per chunk and value head: 4 C K in, 4 C^2 out, and 4 C for each row. Shared memory at K = 128: 34 KB, four
+Bytes per chunk and value head: 4 C K in, 4 C^2 out, and 4 C for each row. Shared memory at K = 128: 34 KiB, four
 programs per multiprocessor.
 """
 

@@ -32,7 +32,7 @@ the columns of the unit matrix. Their v are zeros, since the copy engine reads z
 no walk.
 
 Bytes per chunk and value head in bf16: forwards 2 C (K + V) + 2 C^2 in, backwards 2 C (2 K + V) + 4 C^2; each 2 C V +
-2 K V out. Shared memory at K = V = 128: 195 KB.
+2 K V out. Shared memory at K = V = 128: 195 KiB.
 """
 
 from __future__ import annotations

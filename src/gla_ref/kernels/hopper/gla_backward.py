@@ -77,7 +77,7 @@ from ..portable.gla_forward import (
     walks,
 )
 from ..portable.segments import carry_states, slots, which_segment
-from ..portable.tiles import VARYING, load_tile, operand, patterns, product, store_tile
+from ..portable.tiles import STAY, VARYING, load_tile, operand, patterns, product, store_tile
 from .gla_forward import Roles, begin
 from .gluon import (
     barrier,
@@ -534,7 +534,7 @@ def mend_gradient(
     # once for all chunks
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     masks, meeting = all_between(LEVELS, C, FAST_SUMS), meetings(LEVELS, C)
-    for i in tl.range(first, tl.minimum(first + BN, n_flags)):
+    for i in tl.range(first, tl.minimum(first + BN, n_flags), disable_licm=STAY):
         if tl.load(strong + i) != 0:
             i_h, i_s = i % H, i // H
             i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, PACKED)
@@ -550,7 +550,7 @@ def mend_gradient(
 
             # compute: dq, dk, dg of BK channels; of all, P with P^T above its diagonal
             b_P = tl.zeros([C, C], dtype=tl.float32)
-            for o_k in tl.range(0, K, BK):
+            for o_k in tl.range(0, K, BK, disable_licm=STAY):
                 b_q = load_tile(q, s_q, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_k = load_tile(k, s_k, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_g = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
@@ -569,17 +569,17 @@ def mend_gradient(
                     later = ((o_i >> level) & 1) != 0  # [C, 1]
                     b_dq = tl.where(later, b_dq + b_d * of_k, b_dq)
                     b_dk = tl.where(later, b_dk, b_dk + b_d * of_q)
+                b_u = load_tile(dq, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # asked for before any store
+                b_w = load_tile(dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
                 if dg is not None:  # i = j crosses no gate; nothing crosses -inf
-                    b_net = sums(o_i <= o_j, b_q * b_dq - b_k * b_dk, FAST_SUMS)
-                    b_d = load_tile(dg, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False) + b_net * scale
+                    b_d = load_tile(dg, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                    b_d += sums(o_i <= o_j, b_q * b_dq - b_k * b_dk, FAST_SUMS) * scale
                     b_d = tl.where(b_g == float("-inf"), 0.0, b_d)
                     store_tile(dg, b_d, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
-                b_dq = (b_dq + b_own * b_k) * scale
-                b_dk = (b_dk + b_own * b_q) * scale
-                b_dq += load_tile(dq, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
-                b_dk += load_tile(dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
-                store_tile(dq, b_dq, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
-                store_tile(dk, b_dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                b_u += (b_dq + b_own * b_k) * scale
+                b_w += (b_dk + b_own * b_q) * scale
+                store_tile(dq, b_u, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
+                store_tile(dk, b_w, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
 
             # compute: dv
             b_P = tl.where(o_i <= o_j, b_P, 0.0)  # P^T
@@ -633,12 +633,14 @@ def plan_backward(hardware: Hardware, call) -> Plan:
         carry_states(draft, ends, decay, R, R_0, shared.cu, shared.T, L, True)
         launch_unwind(shared, q, k, v, g, do, states, made, strong, L, ends, None)
     dq, dk, dv, dg = made
-    wide = min(64, shared.BK)
+    # tiles of 64 channels spill what fills registers, of 32 hardly; older assemblers read unset registers there
+    # (lab/known.md)
+    BK, BV = (32, shared.BV) if STAY else (64, 64)
     draft.launch(
         mend_gradient, cdiv(shared.chunks * shared.H, 16),
         q, k, v, do, g, dq, dk, dv, dg, strong, shared.cu, *patterns(q, k, v, do, g, dq, dv),
         shared.N, shared.T, shared.H, shared.K, shared.V, shared.scale, shared.chunks * shared.H,
-        LEVELS=shared.levels, BK=wide, BV=wide, BN=16, **shared.same, num_warps=4, num_stages=1,
+        LEVELS=shared.levels, BK=BK, BV=BV, BN=16, **shared.same, num_warps=4, num_stages=1,
     )
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, shared.scale)
     return draft.plan("hopper", dq, dk, dv, dg, None, dS0)

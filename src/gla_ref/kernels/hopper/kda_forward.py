@@ -20,8 +20,8 @@ Barriers, in the order of ring.py, with chunks for rounds::
 from which products take their first operands; only o passes through shared memory. Segments, packed sequences and the
 maps of segments (`walk` without q, P and o) are those of delta_ahead.py.
 
-Bytes per chunk and value head at K = V = 128: each program of `walk` reads 64 KB and writes 8, for maps it reads 40.
-Shared memory: 201 KB, three stages. Limits: tokens in bfloat16, K and V of 64 or 128.
+Bytes per chunk and value head at K = V = 128: each program of `walk` reads 64 KiB and writes 8, for maps it reads 40.
+Shared memory: 201 KiB, three stages. Limits: tokens in bfloat16, K and V of 64 or 128.
 """
 
 from __future__ import annotations

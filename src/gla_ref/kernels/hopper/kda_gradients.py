@@ -27,18 +27,21 @@ gradient, so each block and channel is strong or not on its own: own pairs of st
 on both sides, so they cancel to float32. i = j is left out of F and added in float32.
 
 A program has one role of four warps for a chunk of a value head, 32 channels at a time; a warp has a block of 16
-tokens. It waits at four barriers, and nobody waits for it: for T, e, w; for do; for q, k, g; for S, R. Packed
-sequences: rows of the next sequence are overwritten with zeros, and threads store a last chunk that is not whole. If
-value heads share key heads, each has its own dq and dk, and PyTorch adds them up. Shared memory: 113 KB, two programs a
-multiprocessor. They leave 28 KB of L1, so what is spilled comes back from L2. Therefore indices in the loop depend on
-`never`, a zero that the compiler does not know: descriptors and addresses that it takes out of the loop are spilled.
-And waits name the sums so far among what must be there (`deps`), so that a block's sums are finished one block later.
+tokens. It waits at four barriers, one each for T, e, w; for do; for q, k, g; for S, R, and no role waits for it.
+Packed sequences: rows of the next sequence are overwritten with zeros, and threads store a last chunk that is not
+whole. If value heads share key heads, each has its own dq and dk, and PyTorch adds them up. Shared memory: 113 KiB,
+two programs a multiprocessor. They leave 28 KiB of L1, so what is spilled comes back from L2. Therefore indices in the
+loop depend on `never`, a zero that the compiler does not know: descriptors and addresses that it takes out of the loop
+are spilled. And waits name the sums so far among what must be there (`deps`), so that a block's sums are finished one
+block later.
 
 The launches, each of which waits for the one before: `prepare` and `mend` of kda_prepare.py, `walks`, `gradients`,
 `mend_gradients`. Nothing of the forward pass is kept but its inputs. Each sequence is walked in one go.
 """
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import torch
 from triton.experimental import gluon
@@ -55,15 +58,60 @@ from .delta_solve import C
 from .delta_walks import BV
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .kda_forward import prepared
-from .kda_prepare import FLOOR, LIMIT
+from .kda_prepare import FLAT, FLAT_2, FLOOR, LIMIT, SQUARE, WIDE
 from .kda_walks import walks
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, add, behind, box, keep_rows, store_own_rows, which_segment
+from .tiles import LOG2E, add, behind, blocks_of_16, box, keep_rows, store_own_rows, which_segment
 
 BK = gl.constexpr(32)  # channels at a time
 LEAST = gl.constexpr(2.0**-40)  # strengths below it in size count as it
 REGISTERS = 255  # of a thread: two programs share a multiprocessor
 VARIABLE = ("N", "T", "HV", "G", "s_bb", "s_bt", "s_bh", "zero")
+
+# layouts of registers. A product's sums of 64 tokens: of 64 columns (WIDE), of BK, and the latter as [4, 16, BK]
+THIN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK.value, 16]))
+ACC = gl.constexpr(blocks_of_16(BK.value))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, THIN.value, 2))  # a product's first operand
+COL = gl.constexpr(gl.BlockedLayout([16, 1], [1, 32], [4, 1], [1, 0]))  # [64, BK]: a thread has 16 tokens of a block
+THREE = gl.constexpr(gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))  # the same as [4, 16, BK]
+BY_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # states [BK, 64]
+OF_ROW = gl.constexpr(gl.SliceLayout(1, WIDE.value))  # [64]
+OF_ACC = gl.constexpr(gl.SliceLayout(1, ACC.value))  # [4, BK]
+OF_THREE = gl.constexpr(gl.SliceLayout(1, THREE.value))  # [4, BK]
+OF_D = gl.constexpr(gl.SliceLayout(0, OF_THREE.value))  # [BK]
+OF_S = gl.constexpr(gl.SliceLayout(1, BY_ROWS.value))  # [BK]
+# layouts of shared memory
+SPREAD = gl.constexpr(gl.SwizzledSharedLayout(8, 1, BK.value // 8, [1, 0]))
+NARROW = gl.constexpr(gl.NVMMASharedLayout(2 * BK.value, 16, 2))
+
+
+Tiles = namedtuple("Tiles", "do w e FG own q k gates xs S R lq lk rk table weights tails kept")  # shared memory
+
+
+@gluon.jit
+def allocate(q, k, g, do, d_w, d_e, d_dv, d_S, d_R, N_V: gl.constexpr):
+    """A program's shared memory: tiles of a chunk, then those of BK channels at a time."""
+    t_do = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], do.layout)
+    t_w = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_w.layout)
+    t_e = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_e.layout)  # then -dv / scale
+    t_FG = gl.allocate_shared_memory(do.dtype, [2, 1, 1, C, C], d_dv.layout)  # T and dv, then F and G
+    t_q = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
+    t_k = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], k.layout)
+    # gates, then sums in float32: gates of 16 bits fill half. Allocated as the copy engine's, which aligns it
+    gates = gl.allocate_shared_memory(g.dtype, [(C * BK * 4) // g.block_type.nbytes, 1, 1, C, BK], g.layout)
+    xs = reinterpret(gates, gl.float32, [1, C, BK], SPREAD)
+    t_S = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_S.layout)
+    t_R = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_R.layout)
+    t_lq = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)  # left operands, then dq and dk
+    t_lk = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
+    t_rk = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)  # right operands
+    table = gl.allocate_shared_memory(gl.float32, [1, 16, BK], FLAT_2)  # this and the next two: see `make_decays`
+    weights = gl.allocate_shared_memory(gl.float32, [1, 16, BK], FLAT_2)
+    tails = gl.allocate_shared_memory(gl.float32, [1, 4, BK], FLAT_2)
+    own = gl.allocate_shared_memory(gl.float32, [C], FLAT)  # F_ii
+    kept = gl.allocate_shared_memory(gl.float32, [BK], FLAT)  # sum_v S R
+    operands = t_lq, t_lk, t_rk
+    return Tiles(t_do, t_w, t_e, t_FG, own, t_q, t_k, gates, xs, t_S, t_R, *operands, table, weights, tails, kept)
 
 
 @gluon.jit
@@ -79,40 +127,40 @@ def over_blocks(x, y, none, first):
 
 
 @gluon.jit
-def four(x, layout: gl.constexpr):
+def four(x):
     """The blocks of 16 columns of x [64, 64], as left operands in registers."""
     y = x.reshape([64, 2, 2, 16]).permute((0, 3, 1, 2))
     even, odd = gl.split(y)  # [64, 16, 2], by the last axis: blocks 0, 2 and 1, 3
     x_0, x_2 = gl.split(even)
     x_1, x_3 = gl.split(odd)
     return (
-        gl.convert_layout(x_0, layout), gl.convert_layout(x_1, layout), gl.convert_layout(x_2, layout),
-        gl.convert_layout(x_3, layout),
+        gl.convert_layout(x_0, LEFT), gl.convert_layout(x_1, LEFT), gl.convert_layout(x_2, LEFT),
+        gl.convert_layout(x_3, LEFT),
     )
 
 
 @gluon.jit
-def blocks(x, acc: gl.constexpr):
+def blocks(x):
     """[64, BK] as [4, 16, BK]: no number moves."""
-    return gl.convert_layout(x.reshape([4, 16, BK]), acc)
+    return gl.convert_layout(x.reshape([4, 16, BK]), ACC)
 
 
 @gluon.jit
-def load_blocks(tile, thin: gl.constexpr, acc: gl.constexpr):
+def load_blocks(tile):
     """A tile [1, 1, 64, BK] as [4, 16, BK], in float32."""
-    return blocks(tile.reshape([C, BK]).load(thin).to(gl.float32), acc)
+    return blocks(tile.reshape([C, BK]).load(THIN).to(gl.float32))
 
 
 @gluon.jit
-def store_blocks(tile, x, thin: gl.constexpr):
+def store_blocks(tile, x):
     """x [4, 16, BK] to a tile [1, 1, 64, BK]."""
-    tile.reshape([C, BK]).store(gl.convert_layout(x.reshape([C, BK]), thin).to(tile.dtype))
+    tile.reshape([C, BK]).store(gl.convert_layout(x.reshape([C, BK]), THIN).to(tile.dtype))
 
 
 @gluon.jit
-def row(table, n: gl.constexpr, layout: gl.constexpr):
+def row(table, n: gl.constexpr):
     """[1, BK]"""
-    return table.index(n).load(layout)[None, :]
+    return table.index(n).load(OF_D)[None, :]
 
 
 @gluon.jit
@@ -124,19 +172,25 @@ def load_tiles(box, at_0, at_1, at_2, o, bar, tiles):
 
 
 @gluon.jit
-def make_dv(
-    t_FG, t_e, t_w, d_dv, dv, at_e, i_b, i_h, o_t, stop, T, HV, scale, V: gl.constexpr, PACKED: gl.constexpr,
-    wide: gl.constexpr,
-):
+def bring_keys(q, k, g, bar, t_q, t_k, t_g, i_b, i_h, G, o_t, m):
+    """Ask for q, k and gates of the channels m BK on; a phase of `bar` ends when all are there."""
+    mbarrier.expect(bar, 2 * q.block_type.nbytes + g.block_type.nbytes)
+    copy_in(g, [i_b, i_h, o_t, m * BK], bar, t_g)
+    copy_in(k, [i_b, i_h // G, o_t, m * BK], bar, t_k)
+    copy_in(q, [i_b, i_h // G, o_t, m * BK], bar, t_q)
+
+
+@gluon.jit
+def make_dv(tiles, d_dv, dv, at_e, i_b, i_h, o_t, stop, T, HV, scale, V: gl.constexpr, PACKED: gl.constexpr):
     """(3): dv goes out, -dv / scale into the place of e. Returns the sums of dv w / -scale over rows, [C]."""
-    none = gl.zeros([C, C], gl.float32, wide)
-    b_T = t_FG.index(0).reshape([C, C]).permute((1, 0))
-    sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, wide))
+    none = gl.zeros([C, C], gl.float32, WIDE)
+    b_T = tiles.FG.index(0).reshape([C, C]).permute((1, 0))
+    sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, WIDE))
     mbarrier.wait(at_e, 0)
     for n in gl.static_range(V // 64):
-        b_e, b_dv = t_e.index(n).reshape([C, 64]), t_FG.index(1 - n)
+        b_e, b_dv = tiles.e.index(n).reshape([C, 64]), tiles.FG.index(1 - n)
         x_v = warpgroup_mma(b_T, b_e, none, use_acc=False, is_async=True)
-        b_w = t_w.index(n).reshape([C, 64]).load(wide).to(gl.float32)
+        b_w = tiles.w.index(n).reshape([C, 64]).load(WIDE).to(gl.float32)
         x_v = warpgroup_mma_wait(0, deps=[x_v])
         sums += gl.sum(x_v * b_w, 1)
         barrier()  # all warps' products have read e, and at last T
@@ -144,44 +198,67 @@ def make_dv(
         b_dv.reshape([C, 64]).store((x_v * -scale).to(b_e.dtype))
         fence_async_shared()
         barrier()  # all threads' stores are fenced
-        if PACKED:
-            if stop - o_t < C:
-                store_own_rows(dv, x_v * -scale, i_b, i_h, o_t, stop, n * 64, T, HV, V, wide)
-            else:
-                copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
+        if PACKED and stop - o_t < C:
+            store_own_rows(dv, x_v * -scale, i_b, i_h, o_t, stop, n * 64, T, HV, V, WIDE)
         else:
             copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
     return sums
 
 
 @gluon.jit
-def make_pairs(
-    t_do, t_w, t_e, t_FG, t_own, at_do, rows, i, j, N_V: gl.constexpr, PACKED: gl.constexpr, left: gl.constexpr,
-    wide: gl.constexpr,
-):
+def make_pairs(tiles, at_do, rows, i, j, N_V: gl.constexpr, PACKED: gl.constexpr):
     """(4): F and G as tiles in the place of T and dv, to be read transposed. Returns the four blocks of each."""
     mbarrier.wait(at_do, 0)
-    if PACKED:
-        if rows < C:  # the rest is another sequence's
-            for n in gl.static_range(N_V):
-                keep_rows(t_do.index(n).reshape([C, 64]), rows, wide)
-            fence_async_shared()
-            barrier()
-    none = gl.zeros([C, C], gl.float32, wide)
-    G = over_blocks(t_e, t_w, none, 0)
-    F = over_blocks(t_do, t_w, none, 0)
+    if PACKED and rows < C:  # the rest is another sequence's
+        for n in gl.static_range(N_V):
+            keep_rows(tiles.do.index(n).reshape([C, 64]), rows, WIDE)
+        fence_async_shared()
+        barrier()
+    none = gl.zeros([C, C], gl.float32, WIDE)
+    G = over_blocks(tiles.e, tiles.w, none, 0)
+    F = over_blocks(tiles.do, tiles.w, none, 0)
     F, G = warpgroup_mma_wait(0, deps=[F, G])
-    t_own.store(gl.sum(gl.where(i == j, F, 0.0), 1))  # i = j crosses no gate
-    F, G = gl.where(i > j, F, 0.0).to(t_FG.dtype), gl.where(i > j, G, 0.0).to(t_FG.dtype)
+    tiles.own.store(gl.sum(gl.where(i == j, F, 0.0), 1))  # i = j crosses no gate
+    F, G = gl.where(i > j, F, 0.0).to(tiles.FG.dtype), gl.where(i > j, G, 0.0).to(tiles.FG.dtype)
     tma.store_wait(0)  # dv has been read
-    t_FG.index(0).reshape([C, C]).store(F)
-    t_FG.index(1).reshape([C, C]).store(G)
+    tiles.FG.index(0).reshape([C, C]).store(F)
+    tiles.FG.index(1).reshape([C, C]).store(G)
     fence_async_shared()
-    return four(F, left), four(G, left)
+    return four(F), four(G)
 
 
 @gluon.jit
-def make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x, col: gl.constexpr, of_D: gl.constexpr):
+def over_states(tiles, bar, none, m, never):
+    """do S^T, e S^T and w R^T of BK channels [C, BK]; sum_v S R goes into `kept`."""
+    mbarrier.wait(bar, m & 1)
+    b_q = over_blocks(tiles.do, tiles.S, none, never)
+    b_k = over_blocks(tiles.e, tiles.S, none, never)
+    b_v = over_blocks(tiles.w, tiles.R, none, never)
+    kept = gl.zeros([BK], gl.float32, OF_S)
+    N_V: gl.constexpr = tiles.S.shape[0]
+    for n in gl.static_range(N_V):
+        b_S = tiles.S.index(never + n).reshape([BK, 64]).load(BY_ROWS).to(gl.float32)
+        kept += gl.sum(b_S * tiles.R.index(never + n).reshape([BK, 64]).load(BY_ROWS).to(gl.float32), 1)
+    tiles.kept.store(kept)
+    return warpgroup_mma_wait(0, deps=[b_q, b_k, b_v])
+
+
+@gluon.jit
+def sum_gates(t_g, t_k, t_q, bar, rows, m, PACKED: gl.constexpr):
+    """Running sums of each block's gates in base 2, [4, 16, BK]; zeros into the tiles from row `rows` on."""
+    mbarrier.wait(bar, m & 1)
+    if PACKED and rows < C:  # the rest is another sequence's
+        keep_rows(t_g.reshape([C, BK]), rows, COL)
+        keep_rows(t_k.reshape([C, BK]), rows, COL)
+        keep_rows(t_q.reshape([C, BK]), rows, COL)
+    x = t_g.reshape([C, BK]).load(COL).to(gl.float32)
+    x = gl.convert_layout(x.reshape([4, 16, BK]), THREE)
+    x = gl.where(x < FLOOR, FLOOR, x) * LOG2E  # NaN is not below, and stays
+    return gl.associative_scan(x, 1, add)
+
+
+@gluon.jit
+def make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x):
     """Anchors, and what meets by them, of the sums of gates x [4, 16, BK]: D [4, BK] in all, h about the middle.
 
     `tables`, four of [4, BK]: e^h, e^(D of all earlier blocks), e^D, D - 2 h. `tails`: e^(D of all later blocks).
@@ -190,9 +267,9 @@ def make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x, col: gl.
     tables.index(0).store(gl.exp2(h))
     tables.index(2).store(gl.exp2(D))
     tables.index(3).store(D - 2.0 * h)
-    t_x.store(gl.convert_layout((x - h[:, None, :]).reshape([C, BK]), col))
-    H_0, H_1, H_2, H_3 = row(table, 0, of_D), row(table, 1, of_D), row(table, 2, of_D), row(table, 3, of_D)
-    A_0, A_1, A_2, A_3 = row(table, 8, of_D), row(table, 9, of_D), row(table, 10, of_D), row(table, 11, of_D)
+    t_x.store(gl.convert_layout((x - h[:, None, :]).reshape([C, BK]), COL))
+    H_0, H_1, H_2, H_3 = row(table, 0), row(table, 1), row(table, 2), row(table, 3)
+    A_0, A_1, A_2, A_3 = row(table, 8), row(table, 9), row(table, 10), row(table, 11)
     A_12, own = A_1 * A_2, gl.where(mild, gl.exp2(-h), 0.0)
     # from block J (a row) to each block on either side
     w_0 = H_0 * gl.where(o_f == 3, A_12, gl.where(o_f == 2, A_1, 1.0))
@@ -208,30 +285,27 @@ def make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x, col: gl.
 
 
 @gluon.jit
-def add_pairs(
-    b_q, b_k, left_F, left_G, rows_F, rows_G, rows_lq, rows_lk, rows_rk, weights, none, acc: gl.constexpr,
-    of_a: gl.constexpr,
-):
+def add_pairs(b_q, b_k, left_F, left_G, rows_F, rows_G, rows_lq, rows_lk, rows_rk, weights, none):
     """Block by block, what each reads of earlier ones and of itself, added to b_q and b_k, and what is read of it."""
-    p = gl.zeros([4, 16, BK], gl.float32, acc)
+    p = gl.zeros([4, 16, BK], gl.float32, ACC)
     for n in gl.static_range(4):
         y_q = warpgroup_mma(left_F[n], rows_rk.index(n), none, use_acc=False, is_async=True)
         y_k = warpgroup_mma(left_G[n], rows_rk.index(n), none, use_acc=False, is_async=True)
         b_F, b_G = rows_F.index(n).permute((1, 0)), rows_G.index(n).permute((1, 0))
         y = warpgroup_mma(b_F, rows_lq.index(n), none, use_acc=False, is_async=True)
         y = warpgroup_mma(b_G, rows_lk.index(n), y, is_async=True)
-        w = weights.index(n).load(of_a)[:, None, :]
+        w = weights.index(n).load(OF_ACC)[:, None, :]
         if n == 0:
             y_q, y_k, y = warpgroup_mma_wait(0, deps=[y_q, y_k, y])
         else:
             y_q, y_k, y, b_q, b_k, p = warpgroup_mma_wait(0, deps=[y_q, y_k, y, b_q, b_k, p])
-        b_q, b_k = b_q + blocks(y_q, acc) * w, b_k + blocks(y_k, acc) * w
-        p = p + blocks(y, acc) * w
+        b_q, b_k = b_q + blocks(y_q) * w, b_k + blocks(y_k) * w
+        p = p + blocks(y) * w
     return b_q, b_k, p
 
 
 @gluon.jit
-def over_gates(y_e, y_n, o_f, kept, table, tables, t_tail, tails, of_D: gl.constexpr):
+def over_gates(y_e, y_n, o_f, kept, table, tables, t_tail, tails):
     """(8) / scale, [4, 16, BK]: writes y_e before t, less columns of pairs y_n from t on, what is kept of a state."""
     all_e, all_n = gl.sum(y_e, 1), gl.sum(y_n, 1)  # [4, BK]
     y_e = y_e - y_n
@@ -239,8 +313,8 @@ def over_gates(y_e, y_n, o_f, kept, table, tables, t_tail, tails, of_D: gl.const
     before, _ = gl.associative_scan((gl.zeros_like(y_e), y_e), 1, behind)
     tables.index(3).store(all_e)
     tails.store(all_n)
-    e_0, e_1, e_2 = table.index(12).load(of_D), table.index(13).load(of_D), table.index(14).load(of_D)
-    n_1, n_2, n_3 = t_tail.index(1).load(of_D), t_tail.index(2).load(of_D), t_tail.index(3).load(of_D)
+    e_0, e_1, e_2 = table.index(12).load(OF_D), table.index(13).load(OF_D), table.index(14).load(OF_D)
+    n_1, n_2, n_3 = t_tail.index(1).load(OF_D), t_tail.index(2).load(OF_D), t_tail.index(3).load(OF_D)
     e_1, n_2 = e_0 + e_1, n_2 + n_3
     e_2, n_1 = e_1 + e_2, n_1 + n_2
     earlier = gl.where(o_f == 2, e_1[None, :], gl.where(o_f == 3, e_2[None, :], 0.0))
@@ -248,6 +322,18 @@ def over_gates(y_e, y_n, o_f, kept, table, tables, t_tail, tails, of_D: gl.const
     later = gl.where(o_f == 1, n_2[None, :], gl.where(o_f == 0, n_1[None, :], 0.0))
     later = gl.where(o_f == 2, n_3[None, :], later)
     return before + (earlier + later + all_n + kept[None, :])[:, None, :]
+
+
+@gluon.jit
+def send(d_dq, d_dk, dq, dk, t_dq, t_dk, i_b, i_h, o_t, stop, m, T, HV, K: gl.constexpr, PACKED: gl.constexpr):
+    """dq and dk of the channels m BK on, rows o_t ... up to `stop`: by the copy engine if all rows are the chunk's."""
+    if PACKED and stop - o_t < C:
+        own_q, own_k = t_dq.reshape([C, BK]).load(THIN), t_dk.reshape([C, BK]).load(THIN)
+        store_own_rows(dq, own_q, i_b, i_h, o_t, stop, m * BK, T, HV, K, THIN)
+        store_own_rows(dk, own_k, i_b, i_h, o_t, stop, m * BK, T, HV, K, THIN)
+    else:
+        copy_out(d_dq, [i_b, i_h, o_t, m * BK], t_dq)
+        copy_out(d_dk, [i_b, i_h, o_t, m * BK], t_dk)
 
 
 @gluon.jit(do_not_specialize=VARIABLE)
@@ -267,198 +353,120 @@ def gradients(
     i_h, i_s = pid % HV, pid // HV
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
 
-    # layouts
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, thin, 2)
-    col: gl.constexpr = gl.BlockedLayout([16, 1], [1, 32], [4, 1], [1, 0])
-    three: gl.constexpr = gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    of_f: gl.constexpr = gl.SliceLayout(1, three)  # [4, BK]
-    of_D: gl.constexpr = gl.SliceLayout(0, of_f)  # [BK]
-    acc: gl.constexpr = gl.DistributedLinearLayout(  # a product's sums [64, BK] as [4, 16, BK]
-        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]],
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 16, 32],
-    )
-    of_a: gl.constexpr = gl.SliceLayout(1, acc)  # [4, BK]
-    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    of_S: gl.constexpr = gl.SliceLayout(1, by_rows)
-    of_row: gl.constexpr = gl.SliceLayout(1, wide)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    flat_2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    spread: gl.constexpr = gl.SwizzledSharedLayout(8, 1, BK // 8, [1, 0])
-    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    narrow: gl.constexpr = gl.NVMMASharedLayout(2 * BK, 16, 2)
-
-    # shared memory
-    t_do = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], do.layout)
-    t_w = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_w.layout)
-    t_e = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_e.layout)
-    t_FG = gl.allocate_shared_memory(do.dtype, [2, 1, 1, C, C], d_dv.layout)  # T and dv, then F and G
-    q_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
-    k_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], k.layout)
-    # gates, and then sums in float32: gates of 16 bits fill half. Allocated as the copy engine's, which aligns it
-    gates = gl.allocate_shared_memory(g.dtype, [(C * BK * 4) // g.block_type.nbytes, 1, 1, C, BK], g.layout)
-    xs = reinterpret(gates, gl.float32, [1, C, BK], spread)
-    t_S = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_S.layout)
-    t_R = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_R.layout)
-    lq_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
-    lk_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
-    rk_tile = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
-    table_tile = gl.allocate_shared_memory(gl.float32, [1, 16, BK], flat_2)
-    weights_tile = gl.allocate_shared_memory(gl.float32, [1, 16, BK], flat_2)
-    tails_tile = gl.allocate_shared_memory(gl.float32, [1, 4, BK], flat_2)
-    t_own = gl.allocate_shared_memory(gl.float32, [C], flat)
-    t_kept = gl.allocate_shared_memory(gl.float32, [BK], flat)
-    ready = new_barriers(4, 1)
+    tiles = allocate(q, k, g, do, d_w, d_e, d_dv, d_S, d_R, N_V)
+    ready = new_barriers(4, 1)  # T, e and w have come; do; q, k and gates; S and R
     fence_async_shared()
     barrier()
     of_e, of_do, of_keys, of_states = ready.index(0), ready.index(1), ready.index(2), ready.index(3)
 
     # load
     mbarrier.expect(of_e, 2 * N_V * d_e.block_type.nbytes + d_T.block_type.nbytes)
-    copy_in(d_T, [pid, 0, 0, 0], of_e, t_FG.index(0))
-    load_tiles(d_e, pid, 0, 0, 0, of_e, t_e)
-    load_tiles(d_w, pid, 0, 0, 0, of_e, t_w)
+    copy_in(d_T, [pid, 0, 0, 0], of_e, tiles.FG.index(0))
+    load_tiles(d_e, pid, 0, 0, 0, of_e, tiles.e)
+    load_tiles(d_w, pid, 0, 0, 0, of_e, tiles.w)
     mbarrier.expect(of_do, N_V * do.block_type.nbytes)
-    load_tiles(do, i_b, i_h, o_t, 0, of_do, t_do)
-    mbarrier.expect(of_keys, 2 * q.block_type.nbytes + g.block_type.nbytes)
-    copy_in(g, [i_b, i_h, o_t, 0], of_keys, gates.index(0))
-    copy_in(k, [i_b, i_h // G, o_t, 0], of_keys, k_tile.index(0))
-    copy_in(q, [i_b, i_h // G, o_t, 0], of_keys, q_tile.index(0))
+    load_tiles(do, i_b, i_h, o_t, 0, of_do, tiles.do)
+    bring_keys(q, k, g, of_keys, tiles.q.index(0), tiles.k.index(0), tiles.gates.index(0), i_b, i_h, G, o_t, 0)
     mbarrier.expect(of_states, 2 * N_V * d_S.block_type.nbytes)
-    load_tiles(d_S, pid, 0, 0, 0, of_states, t_S)
-    load_tiles(d_R, pid, 0, 0, 0, of_states, t_R)
-    i, j = row_column(C, wide)
-    o_r = o_t + gl.arange(0, C, layout=of_row)
+    load_tiles(d_S, pid, 0, 0, 0, of_states, tiles.S)
+    load_tiles(d_R, pid, 0, 0, 0, of_states, tiles.R)
+    i, j = row_column(C, WIDE)
+    o_r = o_t + gl.arange(0, C, layout=OF_ROW)
     b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_r, stop)
     # rounded as on T's diagonal, since dv and w both have that factor
     b_beta = gl.where(gl.abs(b_beta) < LEAST, LEAST, b_beta).to(q.dtype).to(gl.float32)
 
     # compute
-    sums = make_dv(t_FG, t_e, t_w, d_dv, dv, of_e, i_b, i_h, o_t, stop, T, HV, scale, V, PACKED, wide)
+    sums = make_dv(tiles, d_dv, dv, of_e, i_b, i_h, o_t, stop, T, HV, scale, V, PACKED)
     b_dbeta = (sums / b_beta) * (-scale / b_beta)
     p_b = dbeta + (i_b.to(gl.int64) * T + o_r) * HV + i_h
     gl.store(p_b, b_dbeta.to(dbeta.dtype.element_ty), mask=o_r < stop)
 
-    left_F, left_G = make_pairs(t_do, t_w, t_e, t_FG, t_own, of_do, stop - o_t, i, j, N_V, PACKED, left, wide)
+    left_F, left_G = make_pairs(tiles, of_do, stop - o_t, i, j, N_V, PACKED)
 
-    none_k = gl.zeros([C, BK], gl.float32, thin)
-    o_f = gl.arange(0, 4, layout=gl.SliceLayout(1, of_f))[:, None]
-    o_d = gl.arange(0, BK, layout=of_D)
-    least = gl.zeros([4, BK], gl.float32, of_f)
+    none_k = gl.zeros([C, BK], gl.float32, THIN)
+    o_f = gl.arange(0, 4, layout=gl.SliceLayout(1, OF_THREE))[:, None]
+    o_d = gl.arange(0, BK, layout=OF_D)
+    least = gl.zeros([4, BK], gl.float32, OF_THREE)
     for m in range(N_K):
         never = m & zero
-        t_g, t_x = gates.index(never), xs.index(never)
-        t_q, t_k = q_tile.index(never), k_tile.index(never)
-        t_lq, t_lk, t_rk = lq_tile.index(never), lk_tile.index(never), rk_tile.index(never)
-        b_table, tails = table_tile.index(never), tails_tile.index(never)
-        tables = reinterpret(b_table, gl.float32, [4, 4, BK], flat_2)
-        table, t_tail = reinterpret(b_table, gl.float32, [16, BK], flat), reinterpret(tails, gl.float32, [4, BK], flat)
-        weights = reinterpret(weights_tile.index(never), gl.float32, [4, 4, BK], flat_2)
-        rows_F = reinterpret(t_FG.index(never), q.dtype, [4, 16, C], square)
-        rows_G = reinterpret(t_FG.index(never + 1), q.dtype, [4, 16, C], square)
-        rows_lq = reinterpret(t_lq, q.dtype, [4, 16, BK], narrow)
-        rows_lk = reinterpret(t_lk, q.dtype, [4, 16, BK], narrow)
-        rows_rk = reinterpret(t_rk, q.dtype, [4, 16, BK], narrow)
+        t_g, t_x = tiles.gates.index(never), tiles.xs.index(never)
+        t_q, t_k = tiles.q.index(never), tiles.k.index(never)
+        t_lq, t_lk, t_rk = tiles.lq.index(never), tiles.lk.index(never), tiles.rk.index(never)
+        b_table, tails = tiles.table.index(never), tiles.tails.index(never)
+        tables = reinterpret(b_table, gl.float32, [4, 4, BK], FLAT_2)
+        table, t_tail = reinterpret(b_table, gl.float32, [16, BK], FLAT), reinterpret(tails, gl.float32, [4, BK], FLAT)
+        weights = reinterpret(tiles.weights.index(never), gl.float32, [4, 4, BK], FLAT_2)
+        rows_F = reinterpret(tiles.FG.index(never), q.dtype, [4, 16, C], SQUARE)
+        rows_G = reinterpret(tiles.FG.index(never + 1), q.dtype, [4, 16, C], SQUARE)
+        rows_lq = reinterpret(t_lq, q.dtype, [4, 16, BK], NARROW)
+        rows_lk = reinterpret(t_lk, q.dtype, [4, 16, BK], NARROW)
+        rows_rk = reinterpret(t_rk, q.dtype, [4, 16, BK], NARROW)
         # compute: reads of S and writes to R, while the decays are made
-        mbarrier.wait(of_states, m & 1)
-        b_q = over_blocks(t_do, t_S, none_k, never)
-        b_k = over_blocks(t_e, t_S, none_k, never)
-        b_v = over_blocks(t_w, t_R, none_k, never)
-        kept = gl.zeros([BK], gl.float32, of_S)
-        for n in gl.static_range(N_V):
-            b_S = t_S.index(never + n).reshape([BK, 64]).load(by_rows).to(gl.float32)
-            kept += gl.sum(b_S * t_R.index(never + n).reshape([BK, 64]).load(by_rows).to(gl.float32), 1)
-        t_kept.store(kept)
-        b_q, b_k, b_v = warpgroup_mma_wait(0, deps=[b_q, b_k, b_v])
-
-        mbarrier.wait(of_keys, m & 1)
-        if PACKED:
-            if stop - o_t < C:  # the rest is another sequence's
-                keep_rows(t_g.reshape([C, BK]), stop - o_t, col)
-                keep_rows(t_k.reshape([C, BK]), stop - o_t, col)
-                keep_rows(t_q.reshape([C, BK]), stop - o_t, col)
-        x = t_g.reshape([C, BK]).load(col).to(gl.float32)
-        x = gl.convert_layout(x.reshape([4, 16, BK]), three)
-        x = gl.where(x < FLOOR, FLOOR, x) * LOG2E  # NaN is not below, and stays
-        x = gl.associative_scan(x, 1, add)
+        b_q, b_k, b_v = over_states(tiles, of_states, none_k, m, never)
+        x = sum_gates(t_g, t_k, t_q, of_keys, stop - o_t, m, PACKED)
         D = gl.min(x, 1)  # [4, BK]: the last row
         least = gl.where(D < least, D, least)
         mild = D >= LIMIT * LOG2E
         h = gl.where(mild, D * 0.5, 0.0)
         gl.store(weak + (pid.to(gl.int64) * 4 + o_f) * K + (m * BK + o_d)[None, :], mild.to(gl.int8))
-        make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x, col, of_D)
+        make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x)
 
         # operands
-        z = blocks(t_x.load(thin), acc)
-        half = tables.index(0).load(of_a)[:, None, :]
-        s, t = gl.exp2(z), gl.exp2(tables.index(3).load(of_a)[:, None, :] - z)
-        x_k = load_blocks(t_k, thin, acc)
-        x_q = load_blocks(t_q, thin, acc)
+        z = blocks(t_x.load(THIN))
+        half = tables.index(0).load(OF_ACC)[:, None, :]
+        s, t = gl.exp2(z), gl.exp2(tables.index(3).load(OF_ACC)[:, None, :] - z)
+        x_k = load_blocks(t_k)
+        x_q = load_blocks(t_q)
         tma.store_wait(0)  # dq and dk of the channels before have been read
-        store_blocks(t_lq, x_q * s, thin)
-        store_blocks(t_lk, x_k * s, thin)
-        store_blocks(t_rk, x_k * t, thin)
+        store_blocks(t_lq, x_q * s)
+        store_blocks(t_lk, x_k * s)
+        store_blocks(t_rk, x_k * t)
         fence_async_shared()
         barrier()  # operands are there, and all warps have read S, R, q, k and t_x
         if m + 1 < N_K:
             mbarrier.expect(of_states, 2 * N_V * d_S.block_type.nbytes)
             for n in gl.static_range(N_V):
-                copy_in(d_S, [pid, 0, (m + 1) * BK, n * 64], of_states, t_S.index(n))
-                copy_in(d_R, [pid, 0, (m + 1) * BK, n * 64], of_states, t_R.index(n))
+                copy_in(d_S, [pid, 0, (m + 1) * BK, n * 64], of_states, tiles.S.index(n))
+                copy_in(d_R, [pid, 0, (m + 1) * BK, n * 64], of_states, tiles.R.index(n))
 
         # ends, the writes to R
-        begin = tables.index(1).load(of_a)[:, None, :]
-        b_q, b_k = blocks(b_q, acc) * begin, blocks(b_k, acc) * begin
-        b_v = blocks(b_v, acc) * tails.load(of_a)[:, None, :]
-        t_x.store(gl.convert_layout((load_blocks(t_rk, thin, acc) * (half * b_v)).reshape([C, BK]), thin))
+        begin = tables.index(1).load(OF_ACC)[:, None, :]
+        b_q, b_k = blocks(b_q) * begin, blocks(b_k) * begin
+        b_v = blocks(b_v) * tails.load(OF_ACC)[:, None, :]
+        t_x.store(gl.convert_layout((load_blocks(t_rk) * (half * b_v)).reshape([C, BK]), THIN))
 
-        b_q, b_k, p = add_pairs(
-            b_q, b_k, left_F, left_G, rows_F, rows_G, rows_lq, rows_lk, rows_rk, weights, none_k, acc, of_a
-        )
+        b_q, b_k, p = add_pairs(b_q, b_k, left_F, left_G, rows_F, rows_G, rows_lq, rows_lk, rows_rk, weights, none_k)
 
         # dq, dk, and rows less columns of pairs
-        z = load_blocks(t_lq, thin, acc) * b_q + load_blocks(t_lk, thin, acc) * b_k
-        z = (z - load_blocks(t_rk, thin, acc) * p) * half
-        own = reinterpret(t_own, gl.float32, [4, 16], flat_2).load(gl.SliceLayout(2, acc))[:, :, None]
-        own = gl.convert_layout(own, acc) * scale
-        x_k = load_blocks(t_k, thin, acc)
-        x_q = load_blocks(t_q, thin, acc)
+        z = load_blocks(t_lq) * b_q + load_blocks(t_lk) * b_k
+        z = (z - load_blocks(t_rk) * p) * half
+        own = reinterpret(tiles.own, gl.float32, [4, 16], FLAT_2).load(gl.SliceLayout(2, ACC))[:, :, None]
+        own = gl.convert_layout(own, ACC) * scale
+        x_k = load_blocks(t_k)
+        x_q = load_blocks(t_q)
         s, t = s * (half * scale), t * (half * scale)
         b_q = s * b_q + own * x_k
         b_k = s * b_k + t * (p + b_v) + own * x_q
-        y_e = gl.convert_layout(t_x.load(col).reshape([4, 16, BK]), three)
-        t_x.store(gl.convert_layout(z.reshape([C, BK]), thin))
+        y_e = gl.convert_layout(t_x.load(COL).reshape([4, 16, BK]), THREE)
+        t_x.store(gl.convert_layout(z.reshape([C, BK]), THIN))
         barrier()  # all warps' products have read lq, lk, rk
-        store_blocks(t_lq, b_q, thin)
-        store_blocks(t_lk, b_k, thin)
-        y_n = gl.convert_layout(t_x.load(col).reshape([4, 16, BK]), three)
+        store_blocks(t_lq, b_q)
+        store_blocks(t_lk, b_k)
+        y_n = gl.convert_layout(t_x.load(COL).reshape([4, 16, BK]), THREE)
         fence_async_shared()
         barrier()  # all threads' stores are fenced, and all have read q, k and t_x
-        if PACKED:
-            if stop - o_t < C:
-                own_q, own_k = t_lq.reshape([C, BK]).load(thin), t_lk.reshape([C, BK]).load(thin)
-                store_own_rows(dq, own_q, i_b, i_h, o_t, stop, m * BK, T, HV, K, thin)
-                store_own_rows(dk, own_k, i_b, i_h, o_t, stop, m * BK, T, HV, K, thin)
-            else:
-                copy_out(d_dq, [i_b, i_h, o_t, m * BK], t_lq)
-                copy_out(d_dk, [i_b, i_h, o_t, m * BK], t_lk)
-        else:
-            copy_out(d_dq, [i_b, i_h, o_t, m * BK], t_lq)
-            copy_out(d_dk, [i_b, i_h, o_t, m * BK], t_lk)
-        kept_d = table.index(8).load(of_D) * table.index(9).load(of_D) * table.index(10).load(of_D)
-        kept_d = kept_d * table.index(11).load(of_D) * t_kept.load(of_D)
+        send(d_dq, d_dk, dq, dk, t_lq, t_lk, i_b, i_h, o_t, stop, m, T, HV, K, PACKED)
+        kept_d = table.index(8).load(OF_D) * table.index(9).load(OF_D) * table.index(10).load(OF_D)
+        kept_d = kept_d * table.index(11).load(OF_D) * tiles.kept.load(OF_D)
         if m + 1 < N_K:
-            mbarrier.expect(of_keys, 2 * q.block_type.nbytes + g.block_type.nbytes)
-            copy_in(g, [i_b, i_h, o_t, (m + 1) * BK], of_keys, t_g)
-            copy_in(k, [i_b, i_h // G, o_t, (m + 1) * BK], of_keys, t_k)
-            copy_in(q, [i_b, i_h // G, o_t, (m + 1) * BK], of_keys, t_q)
+            bring_keys(q, k, g, of_keys, t_q, t_k, t_g, i_b, i_h, G, o_t, m + 1)
 
         # (8): reads from t on, writes before t, the state
         if dg is not None:
-            b_dg = over_gates(y_e, y_n, o_f, kept_d, table, tables, t_tail, tails, of_D) * scale
-            b_dg = gl.convert_layout(b_dg.reshape([C, BK]), col)
-            store_own_rows(dg, b_dg, i_b, i_h, o_t, stop + never, m * BK, T, HV + never, K, col)
+            b_dg = over_gates(y_e, y_n, o_f, kept_d, table, tables, t_tail, tails) * scale
+            b_dg = gl.convert_layout(b_dg.reshape([C, BK]), COL)
+            store_own_rows(dg, b_dg, i_b, i_h, o_t, stop + never, m * BK, T, HV + never, K, COL)
     tma.store_wait(0)  # before sums over warps may take the memory of a tile that is on its way
     mild_all = gl.min(gl.min(least, 1), 0) >= LIMIT * LOG2E
     gl.store(strong + pid, 1 - mild_all.to(gl.int32))

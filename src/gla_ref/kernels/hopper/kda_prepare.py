@@ -28,8 +28,8 @@ For a gradient T leaves too (`d_T`), and strengths below LEAST in size count as 
 
 A program has one role: it waits at `ready`, once for each half of the channels and once for v, which comes to q's place
 while the inverse (delta_inverse.py) is made; nobody waits for it. Packed sequences: rows of the next sequence are zeros
-here, gates too. Bytes per chunk and value head at K = V = 128, bf16, gates float32: 80 KB in, 72 KB out. Shared memory:
-74 KB, two programs a multiprocessor.
+here, gates too. Bytes per chunk and value head at K = V = 128, bf16, gates float32: 80 KiB in, 72 out. Shared memory:
+74 KiB, two programs a multiprocessor.
 """
 
 from __future__ import annotations
@@ -44,13 +44,36 @@ from .delta_inverse import allocate_scratch, eliminate, inverse, reinterpret, sp
 from .delta_solve import C
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, add, keep_rows, which_segment
+from .tiles import LOG2E, add, blocks_of_16, keep_rows, which_segment
 
 HALF = gl.constexpr(64)  # channels at a time
 FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32
 LIMIT = gl.constexpr(-80.0)  # nats of a block of 16 tokens, as in portable/gla_forward.py for bf16
 REGISTERS = 240  # of a thread: two programs share a multiprocessor
 VARIABLE = ("N", "T", "HV", "G", "n_flags", "n_programs", "s_bb", "s_bt", "s_bh")
+
+# layouts of registers: a warp has a block of 16 tokens, a thread two channels of it
+COL = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))  # [64, 64]
+THREE = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))  # the same as [4, 16, 64]
+OF_THREE = gl.constexpr(gl.SliceLayout(1, THREE.value))  # [4, 64]
+OF_D = gl.constexpr(gl.SliceLayout(0, OF_THREE.value))  # [64]
+OF_R = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(2, THREE.value)))  # [16]
+LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # [64]
+# products' sums: of all tokens and a block's [64, 16], of blocks by themselves [4, 16, 16], of all [64, 64]
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
+MMA_OWN = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+LEFT_OWN = gl.constexpr(gl.DotOperandLayout(0, MMA_OWN.value, 2))
+RIGHT_OWN = gl.constexpr(gl.DotOperandLayout(1, MMA_OWN.value, 2))
+FRAG = gl.constexpr(blocks_of_16(64))  # left operands seen as [4, 16, 64]
+OF_FRAG = gl.constexpr(gl.SliceLayout(1, FRAG.value))  # [4, 64]
+# layouts of shared memory
+CUBE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))
+SQUARE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FLAT_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
@@ -60,13 +83,12 @@ def put(tile, x, layout: gl.constexpr):
 
 
 @gluon.jit
-def add_columns(A, P, k_s, q_s, factors, right, J: gl.constexpr, mma: gl.constexpr, frag: gl.constexpr):
+def add_columns(A, P, k_s, q_s, factors, right, J: gl.constexpr):
     """Add the pairs of a half's channels to the columns of block J: k_s, q_s [4, 16, 64], factors [4, 64]."""
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    f = factors.index(J).load(gl.SliceLayout(1, frag))[:, None, :]
-    R = right.index(J).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
-    A = mma_v2(gl.convert_layout((k_s * f).reshape([C, HALF]), left), R, A)
-    P = mma_v2(gl.convert_layout((q_s * f).reshape([C, HALF]), left), R, P)
+    f = factors.index(J).load(OF_FRAG)[:, None, :]
+    R = right.index(J).permute((1, 0)).load(RIGHT)
+    A = mma_v2(gl.convert_layout((k_s * f).reshape([C, HALF]), LEFT), R, A)
+    P = mma_v2(gl.convert_layout((q_s * f).reshape([C, HALF]), LEFT), R, P)
     return A, P
 
 
@@ -86,7 +108,7 @@ def store_factors(tile, J: gl.constexpr, exponents, b, OTHERS: gl.constexpr):
 
 
 @gluon.jit
-def to_border(x, n: gl.constexpr, three: gl.constexpr):
+def to_border(x, n: gl.constexpr):
     """The decay between each token of a block and the middle of its 2^(n + 1) tokens, from prefix sums [4, 16, 64]."""
     by_border: gl.constexpr = gl.BlockedLayout([1, 8 >> n, 2 << n, 2], [1, 1, 1, 32], [4, 1, 1, 1], [3, 2, 1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, by_border)))
@@ -94,49 +116,48 @@ def to_border(x, n: gl.constexpr, three: gl.constexpr):
     r = gl.arange(0, 2 << n, layout=of_rows)[None, None, :, None]
     middle = gl.sum(gl.where(r == (1 << n) - 1, y, -0.0), 2)  # up to the last token before the border
     E = gl.exp2(-gl.abs(y - middle[:, :, None, :]))
-    return gl.convert_layout(E.reshape([4, 16, 64]), three)
+    return gl.convert_layout(E.reshape([4, 16, 64]), THREE)
 
 
 @gluon.jit
-def meet(total, more, n: gl.constexpr, J: gl.constexpr, mma: gl.constexpr):
+def meet(total, more, n: gl.constexpr, J: gl.constexpr):
     """Add to columns of block J the pairs inside the block that meet at level n."""
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))[:, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, mma))[None, :] + 16 * J
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))[:, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))[None, :] + 16 * J
     return gl.where((i > j) & (((i ^ j) >> n) == 1), total + more, total)
 
 
 @gluon.jit
-def add_level(X_0, X_1, X_2, X_3, tile, t_R, n: gl.constexpr, mma: gl.constexpr):
+def add_level(X_0, X_1, X_2, X_3, tile, t_R, n: gl.constexpr):
     """Add a level's pairs to the four blocks of columns."""
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    none = gl.zeros([64, 16], gl.float32, mma)
-    x = tile.reshape([C, HALF]).load(gl.DotOperandLayout(0, mma, 2))
-    X_0 = meet(X_0, mma_v2(x, t_R.index(0).permute((1, 0)).load(right), none), n, 0, mma)
-    X_1 = meet(X_1, mma_v2(x, t_R.index(1).permute((1, 0)).load(right), none), n, 1, mma)
-    X_2 = meet(X_2, mma_v2(x, t_R.index(2).permute((1, 0)).load(right), none), n, 2, mma)
-    X_3 = meet(X_3, mma_v2(x, t_R.index(3).permute((1, 0)).load(right), none), n, 3, mma)
+    none = gl.zeros([64, 16], gl.float32, MMA)
+    x = tile.reshape([C, HALF]).load(LEFT)
+    X_0 = meet(X_0, mma_v2(x, t_R.index(0).permute((1, 0)).load(RIGHT), none), n, 0)
+    X_1 = meet(X_1, mma_v2(x, t_R.index(1).permute((1, 0)).load(RIGHT), none), n, 1)
+    X_2 = meet(X_2, mma_v2(x, t_R.index(2).permute((1, 0)).load(RIGHT), none), n, 2)
+    X_3 = meet(X_3, mma_v2(x, t_R.index(3).permute((1, 0)).load(RIGHT), none), n, 3)
     return X_0, X_1, X_2, X_3
 
 
 @gluon.jit
-def put_decayed(tile, x, E, three: gl.constexpr, col: gl.constexpr):
+def put_decayed(tile, x, E):
     """The raw tile x times decays E [4, 16, 64], to a tile."""
-    b_x = gl.convert_layout(x.load(col).to(gl.float32).reshape([4, 16, 64]), three) * E
-    tile.store(gl.convert_layout(b_x.to(tile.dtype).reshape([64, 64]), col))
+    b_x = gl.convert_layout(x.load(COL).to(gl.float32).reshape([4, 16, 64]), THREE) * E
+    tile.store(gl.convert_layout(b_x.to(tile.dtype).reshape([64, 64]), COL))
 
 
 @gluon.jit
-def begin_product(t_T, tile, layout: gl.constexpr):
+def begin_product(t_T, tile):
     """Begin T x of a tile [1, 1, 64, 64]."""
-    zeros = gl.zeros([64, 64], gl.float32, layout)
+    zeros = gl.zeros([64, 64], gl.float32, WIDE)
     return warpgroup_mma(t_T.reshape([64, 64]), tile.reshape([64, 64]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def joined(x_0, x_1, x_2, x_3, layout: gl.constexpr):
+def joined(x_0, x_1, x_2, x_3):
     """Four blocks of columns [64, 16] side by side."""
     x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))  # [64, 16, 2, 2]
-    return gl.convert_layout(x.permute((0, 3, 2, 1)).reshape([64, 64]), layout)
+    return gl.convert_layout(x.permute((0, 3, 2, 1)).reshape([64, 64]), WIDE)
 
 
 @gluon.jit
@@ -161,14 +182,14 @@ def store_decays(t_F, D, D_0, D_1, D_2, D_3, b, STRONG: gl.constexpr):
 
 
 @gluon.jit
-def apply_T(t_T, t_k, t_v, N_K: gl.constexpr, N_V: gl.constexpr, wide: gl.constexpr):
+def apply_T(t_T, t_k, t_v, N_K: gl.constexpr, N_V: gl.constexpr):
     """W = T k^ in the place of k^, and U = T v in that of v; all products under way at once."""
-    W_0 = begin_product(t_T, t_k.index(0), wide)
+    W_0 = begin_product(t_T, t_k.index(0))
     if N_K == 2:
-        W_1 = begin_product(t_T, t_k.index(1), wide)
-    U_0 = begin_product(t_T, t_v.index(0), wide)
+        W_1 = begin_product(t_T, t_k.index(1))
+    U_0 = begin_product(t_T, t_v.index(0))
     if N_V == 2:
-        U_1 = begin_product(t_T, t_v.index(1), wide)
+        U_1 = begin_product(t_T, t_v.index(1))
     W_0 = warpgroup_mma_wait(N_K + N_V - 1, deps=[W_0])
     if N_K == 2:
         W_1 = warpgroup_mma_wait(N_V, deps=[W_1])
@@ -197,37 +218,15 @@ def make(
     i_h, i_s = pid % HV, pid // HV
     i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
 
-    # layouts: a warp has a block of 16 tokens, a thread two channels of it
-    col: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
-    three: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
-    of_f: gl.constexpr = gl.SliceLayout(1, three)  # [4, 64]
-    of_D: gl.constexpr = gl.SliceLayout(0, of_f)  # [64]
-    of_r: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, three))  # [16]
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    frag: gl.constexpr = gl.DistributedLinearLayout(  # left operands seen as [4, 16, 64]
-        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]], [], [4, 16, 64],
-    )
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    mma_own: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    left_own: gl.constexpr = gl.DotOperandLayout(0, mma_own, 2)
-    right_own: gl.constexpr = gl.DotOperandLayout(1, mma_own, 2)
-    cube: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    flat_2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-
     # shared memory
     t_q = gl.allocate_shared_memory(q.dtype, [N_K, 1, 1, C, HALF], q.layout)
     t_k = gl.allocate_shared_memory(k.dtype, [N_K, 1, 1, C, HALF], k.layout)
     t_g = gl.allocate_shared_memory(g.dtype, [1, 1, 1, C, HALF], g.layout)
-    t_beta = gl.allocate_shared_memory(gl.float32, [C], flat)
-    t_D = gl.allocate_shared_memory(gl.float32, [4, HALF], flat)
-    t_F = gl.allocate_shared_memory(k.dtype, [5, 4, HALF], flat_2)
+    t_beta = gl.allocate_shared_memory(gl.float32, [C], FLAT)
+    t_D = gl.allocate_shared_memory(gl.float32, [4, HALF], FLAT)
+    t_F = gl.allocate_shared_memory(k.dtype, [5, 4, HALF], FLAT_2)
     t_two = gl.allocate_shared_memory(k.dtype, [2, 1, 1, C, HALF], k.layout)  # right operands, and k~
-    t_R = reinterpret(t_two.index(0), k.dtype, [4, 16, HALF], square)
+    t_R = reinterpret(t_two.index(0), k.dtype, [4, 16, HALF], SQUARE)
     ready = new_barriers(N_K + 1, 1)
     fence_async_shared()
     barrier()
@@ -240,77 +239,76 @@ def make(
             copy_in(g, [i_b, i_h, o_t, 0], bar, t_g.index(0))
         copy_in(k, [i_b, i_h // G, o_t, n * HALF], bar, t_k.index(n))
         copy_in(q, [i_b, i_h // G, o_t, n * HALF], bar, t_q.index(n))
-    b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_t + gl.arange(0, C, layout=line), stop)
+    b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_t + gl.arange(0, C, layout=LINE), stop)
     t_beta.store(gl.where(gl.abs(b_beta) < LEAST, LEAST, b_beta))
 
     # compute: the pairs
-    b = gl.arange(0, 4, layout=gl.SliceLayout(1, of_f))[:, None]
-    r = gl.arange(0, 16, layout=of_r)[None, :, None]
-    o_d = gl.arange(0, HALF, layout=of_D)
-    o_i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma_own)))[None, :, None]
-    o_j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma_own)))[None, None, :]
-    own = gl.zeros([4, 16, 16], gl.float32, mma_own)
-    none = gl.zeros([C, 16], gl.float32, mma)
+    b = gl.arange(0, 4, layout=gl.SliceLayout(1, OF_THREE))[:, None]
+    r = gl.arange(0, 16, layout=OF_R)[None, :, None]
+    o_d = gl.arange(0, HALF, layout=OF_D)
+    o_i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA_OWN)))[None, :, None]
+    o_j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA_OWN)))[None, None, :]
+    own = gl.zeros([4, 16, 16], gl.float32, MMA_OWN)
+    none = gl.zeros([C, 16], gl.float32, MMA)
     A_0, A_1, A_2, A_3, P_0, P_1, P_2, P_3 = none, none, none, none, none, none, none, none
-    least = gl.zeros([4, HALF], gl.float32, of_f)
+    least = gl.zeros([4, HALF], gl.float32, OF_THREE)
     for n in gl.static_range(N_K):
         mbarrier.wait(ready.index(n), 0)
         b_K, b_Q = t_k.index(n).reshape([C, HALF]), t_q.index(n).reshape([C, HALF])
-        if PACKED:
-            if stop - o_t < C:  # the rest is another sequence's
-                keep_rows(b_K, stop - o_t, col)
-                keep_rows(b_Q, stop - o_t, col)
-                keep_rows(t_g.index(0).reshape([C, HALF]), stop - o_t, col)
-        b_g = t_g.index(0).reshape([C, HALF]).load(col).to(gl.float32)
+        if PACKED and stop - o_t < C:  # the rest is another sequence's
+            keep_rows(b_K, stop - o_t, COL)
+            keep_rows(b_Q, stop - o_t, COL)
+            keep_rows(t_g.index(0).reshape([C, HALF]), stop - o_t, COL)
+        b_g = t_g.index(0).reshape([C, HALF]).load(COL).to(gl.float32)
         if n + 1 < N_K:  # the gates have one tile
             fence_async_shared()
             barrier()
             copy_in(g, [i_b, i_h, o_t, (n + 1) * HALF], ready.index(n + 1), t_g.index(0))
         b_g = gl.where(b_g < FLOOR, FLOOR, b_g) * LOG2E  # NaN is not below, and stays
-        b_g = gl.convert_layout(b_g.reshape([4, 16, HALF]), three)
+        b_g = gl.convert_layout(b_g.reshape([4, 16, HALF]), THREE)
         x = gl.associative_scan(b_g, 1, add)
         D = gl.sum(gl.where(r == 15, x, -0.0), 1)  # [4, 64]: the last row
         least = gl.where(D < least, D, least)
-        reinterpret(t_D, gl.float32, [4, HALF], flat_2).store(D)
-        D_0, D_1 = t_D.index(0).load(of_D), t_D.index(1).load(of_D)
-        D_2, D_3 = t_D.index(2).load(of_D), t_D.index(3).load(of_D)
+        reinterpret(t_D, gl.float32, [4, HALF], FLAT_2).store(D)
+        D_0, D_1 = t_D.index(0).load(OF_D), t_D.index(1).load(OF_D)
+        D_2, D_3 = t_D.index(2).load(OF_D), t_D.index(3).load(OF_D)
         if n > 0:
             tma.store_wait(0)
             barrier()  # the last half's k~ has left
         if STRONG:
             for level in gl.static_range(4):
-                E = to_border(x, level, three)
-                put_decayed(t_two.index(0).reshape([C, HALF]), b_K, E, three, col)
-                put_decayed(t_two.index(1).reshape([C, HALF]), b_Q, E, three, col)
-                A_0, A_1, A_2, A_3 = add_level(A_0, A_1, A_2, A_3, t_two.index(0), t_R, level, mma)
-                P_0, P_1, P_2, P_3 = add_level(P_0, P_1, P_2, P_3, t_two.index(1), t_R, level, mma)
+                E = to_border(x, level)
+                put_decayed(t_two.index(0).reshape([C, HALF]), b_K, E)
+                put_decayed(t_two.index(1).reshape([C, HALF]), b_Q, E)
+                A_0, A_1, A_2, A_3 = add_level(A_0, A_1, A_2, A_3, t_two.index(0), t_R, level)
+                P_0, P_1, P_2, P_3 = add_level(P_0, P_1, P_2, P_3, t_two.index(1), t_R, level)
         # the blocks' begins, in whole numbers, and what is left of them
         all_D, begin, n_b, m = store_decays(t_F, D, D_0, D_1, D_2, D_3, b, STRONG)
         if not STRONG:
             gl.store(through + pid.to(gl.int64) * K + n * HALF + o_d, gl.exp2(all_D))
         y = x + (begin - n_b)[:, None, :]
-        b_k = gl.convert_layout(b_K.load(col).to(gl.float32).reshape([4, 16, HALF]), three)
+        b_k = gl.convert_layout(b_K.load(COL).to(gl.float32).reshape([4, 16, HALF]), THREE)
         k_t = b_k * gl.exp2(m[:, None, :] - y)
-        put(t_two.index(0).reshape([C, HALF]), k_t, col)
-        put(t_two.index(1).reshape([C, HALF]), k_t * gl.exp2(all_D[None, :] - (n_b + m))[:, None, :], col)
-        blocks_k = reinterpret(t_k.index(n), k.dtype, [4, 16, HALF], cube).permute((0, 2, 1)).load(right_own)
-        blocks_q = reinterpret(t_q.index(n), k.dtype, [4, 16, HALF], cube).load(left_own)
+        put(t_two.index(0).reshape([C, HALF]), k_t, COL)
+        put(t_two.index(1).reshape([C, HALF]), k_t * gl.exp2(all_D[None, :] - (n_b + m))[:, None, :], COL)
+        blocks_k = reinterpret(t_k.index(n), k.dtype, [4, 16, HALF], CUBE).permute((0, 2, 1)).load(RIGHT_OWN)
+        blocks_q = reinterpret(t_q.index(n), k.dtype, [4, 16, HALF], CUBE).load(LEFT_OWN)
         own = mma_v2(blocks_q, blocks_k, own)
         s = gl.exp2(y)
-        b_q = gl.convert_layout(b_Q.load(col).to(gl.float32).reshape([4, 16, HALF]), three)
-        put(b_K, b_k * s, col)
-        put(b_Q, b_q * s, col)
-        k_s = gl.convert_layout(b_K.load(left).reshape([4, 16, HALF]), frag)
-        q_s = gl.convert_layout(b_Q.load(left).reshape([4, 16, HALF]), frag)
+        b_q = gl.convert_layout(b_Q.load(COL).to(gl.float32).reshape([4, 16, HALF]), THREE)
+        put(b_K, b_k * s, COL)
+        put(b_Q, b_q * s, COL)
+        k_s = gl.convert_layout(b_K.load(LEFT).reshape([4, 16, HALF]), FRAG)
+        q_s = gl.convert_layout(b_Q.load(LEFT).reshape([4, 16, HALF]), FRAG)
         # columns of blocks; rows above a block's are masked in the end, whatever they are
-        A_0, P_0 = add_columns(A_0, P_0, k_s, q_s, t_F, t_R, 0, mma, frag)
-        A_1, P_1 = add_columns(A_1, P_1, k_s, q_s, t_F, t_R, 1, mma, frag)
-        A_2, P_2 = add_columns(A_2, P_2, k_s, q_s, t_F, t_R, 2, mma, frag)
-        A_3, P_3 = add_columns(A_3, P_3, k_s, q_s, t_F, t_R, 3, mma, frag)
-        f = t_F.index(4).load(gl.SliceLayout(1, frag))[:, None, :]
-        put(b_K, k_s * f, left)  # k^, for W
+        A_0, P_0 = add_columns(A_0, P_0, k_s, q_s, t_F, t_R, 0)
+        A_1, P_1 = add_columns(A_1, P_1, k_s, q_s, t_F, t_R, 1)
+        A_2, P_2 = add_columns(A_2, P_2, k_s, q_s, t_F, t_R, 2)
+        A_3, P_3 = add_columns(A_3, P_3, k_s, q_s, t_F, t_R, 3)
+        f = t_F.index(4).load(OF_FRAG)[:, None, :]
+        put(b_K, k_s * f, LEFT)  # k^, for W
         if not STRONG:
-            put(b_Q, q_s * f, left)
+            put(b_Q, q_s * f, LEFT)
         fence_async_shared()
         barrier()
         copy_out(k_til, [pid, 0, 0, n * HALF], t_two.index(1))
@@ -331,28 +329,27 @@ def make(
     if not STRONG:
         mild = gl.min(gl.min(least, 1), 0) >= LIMIT * LOG2E
         gl.store(strong + pid, 1 - mild.to(gl.int32))
-    reinterpret(t_D, gl.float32, [4, 4, 16], flat_2).index(0).store(gl.sum(gl.where(o_i == o_j, own, 0.0), 2))
-    i, j = row_column(C, wide)
-    P = gl.where(i == j, t_D.index(0).load(gl.SliceLayout(1, wide))[:, None], 0.0)
-    P = gl.where(i > j, joined(P_0, P_1, P_2, P_3, wide), P)
+    reinterpret(t_D, gl.float32, [4, 4, 16], FLAT_2).index(0).store(gl.sum(gl.where(o_i == o_j, own, 0.0), 2))
+    i, j = row_column(C, WIDE)
+    P = gl.where(i == j, t_D.index(0).load(gl.SliceLayout(1, WIDE))[:, None], 0.0)
+    P = gl.where(i > j, joined(P_0, P_1, P_2, P_3), P)
     t_P = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
     t_P.reshape([C, C]).store(P.to(k.dtype))
-    strength = -t_beta.load(gl.SliceLayout(1, wide))[:, None]
+    strength = -t_beta.load(gl.SliceLayout(1, WIDE))[:, None]
     scratch = allocate_scratch()
-    spread(gl.where(i > j, strength * joined(A_0, A_1, A_2, A_3, wide), 0.0), scratch, 1)
+    spread(gl.where(i > j, strength * joined(A_0, A_1, A_2, A_3), 0.0), scratch, 1)
     eliminate(scratch, 0, 1)
-    Y = inverse(scratch, 1, wide) * t_beta.load(gl.SliceLayout(0, wide))[None, :]
+    Y = inverse(scratch, 1, WIDE) * t_beta.load(gl.SliceLayout(0, WIDE))[None, :]
     t_T = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
     t_T.reshape([C, C]).store(Y.to(k.dtype))
     mbarrier.wait(bar, 0)
-    if PACKED:
-        if stop - o_t < C:  # T has zeros in these columns, which NaN would not heed
-            for n in gl.static_range(N_V):
-                keep_rows(t_v.index(n).reshape([C, HALF]), stop - o_t, col)
+    if PACKED and stop - o_t < C:  # T has zeros in these columns, which NaN would not heed
+        for n in gl.static_range(N_V):
+            keep_rows(t_v.index(n).reshape([C, HALF]), stop - o_t, COL)
     fence_async_shared()
     barrier()
 
-    apply_T(t_T, t_k, t_v, N_K, N_V, wide)
+    apply_T(t_T, t_k, t_v, N_K, N_V)
     # the compiler gives a tile's bytes away after the last use that it sees, so nothing comes between these copies and
     # the wait for them
     fence_async_shared()

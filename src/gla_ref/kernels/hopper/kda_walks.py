@@ -13,7 +13,7 @@ V / 64 of them per value head, the others backwards, whose round i is chunk n - 
 registers are those of kda_forward.py; a state leaves when a round begins, and has been read when `store_wait` in the
 middle of that round returns.
 
-Bytes per chunk and value head at K = V = 128: forwards 48 KB in, backwards 72, each 48 KB out. Shared memory: 217 KB.
+Bytes per chunk and value head at K = V = 128: forwards 48 KiB in, backwards 72, each 48 out. Shared memory: 217 KiB.
 """
 
 from __future__ import annotations

@@ -127,3 +127,10 @@ def box(x: Spec, rows: int, width: int) -> Box:
     """The box of a tile of `rows` and `width` for the copy engine."""
     size = x.dtype.itemsize
     return boxed(x, rows, width)._replace(layout=swizzled(width * size, 8 * size))
+
+
+def blocks_of_16(width: int) -> gl.DistributedLinearLayout:
+    """The layout of [4, 16, width] that a product's sums [64, width] have, or its first operand: a warp has a block."""
+    registers = [[0, 0, 1], [0, 8, 0], *([0, 0, n] for n in (8, 16, 32) if n < width)]
+    lanes, warps = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[1, 0, 0], [2, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [4, 16, width])

@@ -74,7 +74,7 @@ def tiles(table: dict, hardware: Hardware, dtype: torch.dtype, **sizes: int):
     entries = table[hardware.family, 8 * dtype.itemsize]
     for axis, size in sizes.items():
         if size > max(entries):
-            room = f"{hardware.shared_memory // KIB} KB of shared memory a program"
+            room = f"{hardware.shared_memory // KIB} KiB of shared memory a program"
             raise ValueError(
                 f"{'q' if axis == 'K' else 'v'}: expected {axis} of at most {max(entries)} in {dtype} on "
                 f"{hardware.name} ({room}), got {size}"

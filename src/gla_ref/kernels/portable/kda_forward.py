@@ -156,7 +156,7 @@ def constants(call: DeltaCall, dtype: torch.dtype) -> dict:
 
 def prepare_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> Prepared:
     """Begin a call whose plan is `draft`: prepare all chunks."""
-    # a walk's stages hold three tiles of keys; 64 tokens of K = 256 would take 254 to 280 KB (Triton 3.9)
+    # a walk's stages hold three tiles of keys; 64 tokens of K = 256 would take 254 to 280 KiB (Triton 3.9)
     most = 64 if q.shape[3] <= 128 else 32
     call = delta_forward.begin(draft, q, k, v, cu, scale, path, 1, most)
     G, (B, T, H) = call.G, v.shape[:3]
