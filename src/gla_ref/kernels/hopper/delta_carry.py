@@ -1,4 +1,4 @@
-"""The states between segments: of delta_ahead.py forwards, of delta_backward.py both ways in one launch (chapter 20).
+"""The states between segments of delta_backward.py, forwards and backwards in one launch (chapter 20).
 
 A segment maps the state S before it to M S + X, and the gradient R after it to M^T R + X'. As `carry` of
 ../portable/delta_forward.py, a program has BV columns of a sequence's head and goes from segment to segment.
@@ -12,7 +12,6 @@ import triton.language as tl
 from ..launch.plan import Spec
 from ..portable.delta_forward import DeltaCall
 from ..portable.segments import which_sequence
-from .delta_chunk import Shared
 
 BV = 16
 
@@ -92,27 +91,7 @@ def carry_both(
         through_segments(part, part, S_in, None, cu, i_v, i_h, i_n, T, L, H, K, V, V + K, BV, PACKED, False)
 
 
-@triton.jit(do_not_specialize=("N", "T", "L", "H"))
-def carry(
-    part, S_in, S_out, cu, N, T, L, H,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
-):
-    """`part` [slots, H, K, V + K] has X and M of each segment; S_out gets the state after each sequence."""
-    pid = tl.program_id(0)
-    i_v, i_h, i_n = pid % (V // BV), pid // (V // BV) % H, pid // (V // BV) // H
-    through_segments(part, part, S_in, S_out, cu, i_v, i_h, i_n, T, L, H, K, V, V + K, BV, PACKED, False)
-
-
 # The plan.
-
-
-def launch_carry_on(call: Shared, part: Spec, S_out: Spec, L: int) -> None:
-    """`carry` over segments of L tokens; S_out [N, H, K, V] gets the state after each sequence."""
-    call.draft.launch(
-        carry, call.V // BV * call.H * call.N,
-        part, call.S_in, S_out, call.cu, call.N, call.T, L, call.H,
-        K=call.K, V=call.V, BV=BV, PACKED=call.cu is not None, num_warps=8, num_stages=1,
-    )
 
 
 def launch_carry(call: DeltaCall, part: Spec, part_back: Spec, S_in: Spec | None, R_in: Spec | None, R_0: Spec | None):
