@@ -70,6 +70,7 @@ class Case:
         size: standard deviation of q, v and the initial state (in float16 30 at most); k has 1, or the length `keys`
             where there is a write strength.
         loud: the tokens, from one to another, whose q and v are 30 times as large.
+        quiet: the tokens, from one to another, whose keys are a 200th of the others'.
         pull: the size of what the loss puts on o and the final state (in float16 always 1); the gradients are
             divided by it.
         frozen: it runs also with each input in turn requiring no gradient, or alone requiring one, and
@@ -105,6 +106,7 @@ class Case:
     other: str = ""
     size: float = 1.0
     loud: tuple[int, int] | None = None
+    quiet: tuple[int, int] | None = None
     pull: float = 1.0
     frozen: bool = False
     loss: str = "both"
@@ -248,6 +250,7 @@ def of_states(kind: Kind) -> list[Case]:
     return [
         *(Case("state of float64", other=name) for name in kind.states),
         Case("state of zeros", zeros=True),
+        Case("quiet keys", quiet=(SUB, 2 * C), T=2 * C + 3),
         # attention's dv would be a single product here, whose rounding is one of few that a budget has seen
         Case("loss of one token", T=2 * C + 3, loss="o", reads=(C + 5, C + 6)),
         Case("narrow and long", **narrow, gate="-1" if kind.named("gate") else MILD),
@@ -277,6 +280,7 @@ def of_strengths(name: str) -> list[Case]:
     return [
         Case("strengths up to 2", strength=2.0, T=2 * C + 3, telling=True),
         *(Case(f"strength {x}", beta=float(x), T=C + SUB + 3) for x in (0, 1, 2)),
+        Case("strength 0.04", beta=0.04, T=2 * SUB + 3),
         *(Case(f"keys alike {x}", alike=x, T=C + SUB + 3, K=16) for x in (0.9, 0.99)),
         Case("equal keys", alike=1.0, T=C + SUB + 3),
         Case("keys alike, strengths up to 2", alike=0.9, strength=2.0, T=2 * C + 3),
@@ -490,10 +494,11 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
             if x.role == "token":
                 y[:, slice(*case.loud or (0, 0))] *= 30
             return size * y
-        if not kind.named("strength"):
-            return y
-        y = case.alike**0.5 * y[:, :1] + (1 - case.alike) ** 0.5 * y if case.alike else y
-        return case.keys * y / y.norm(dim=-1, keepdim=True)
+        if kind.named("strength"):
+            y = case.alike**0.5 * y[:, :1] + (1 - case.alike) ** 0.5 * y if case.alike else y
+            y = case.keys * y / y.norm(dim=-1, keepdim=True)
+        y[:, slice(*case.quiet or (0, 0))] /= 200
+        return y
 
     states = dict(zip(kind.states, kind.mechanism.states, strict=True))
     x = {n: drawn(kind.tensors[n]) for n in kind.arguments}

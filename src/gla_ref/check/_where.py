@@ -141,6 +141,7 @@ TRAITS = {  # in the order in which a failing case is made plainer
     "other": Trait("", lambda c: c.other and f"{c.other} in its own dtype"),
     "size": Trait(1.0, lambda c: f"values of size {c.size:g}"),
     "loud": Trait(None, lambda c: "loud tokens" * (c.loud is not None)),
+    "quiet": Trait(None, lambda c: "quiet keys" * (c.quiet is not None)),
     "pull": Trait(1.0, lambda c: f"a loss of size {c.pull:g}"),
     "floor": Trait(None),
     "scale": Trait(None, lambda c: "" if c.scale is None else f"a scale of {c.scale:g} given"),
