@@ -3,6 +3,8 @@
 Appendix "Check your kernel"; started by `torchrun --nproc-per-node 2 -m gla_ref check gla my_module:my_fn --ranks 2`.
 """
 
+from __future__ import annotations
+
 import datetime
 import inspect
 import os

@@ -9,6 +9,8 @@ rank on a GPU does not look: a message of another call becomes NaN there, and wi
 limit (`Lookout`). After a question that ended in a ValueError the group can be used further.
 """
 
+from __future__ import annotations
+
 import json
 import sys
 import threading

@@ -16,6 +16,8 @@ refused. Wrap the module :class:`LossOverRanks` in DDP or FSDP2 like any other m
     loss(tokens.chunk(2, 1)[mesh["cp"].get_local_rank()].cuda()).backward()
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch
