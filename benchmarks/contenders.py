@@ -97,9 +97,7 @@ def looped(mechanism: str, name: str, call: Callable, **fields) -> None:
     contender(mechanism, name=name, packed=True, **fields)(loop)
 
 
-def fits(
-    gates: tuple = (None, "logsigmoid/16"), columns: int = 0, few=False, sizes=(16, 32, 64, 128), hopper=False
-) -> Callable:
+def fits(gates=(None, "logsigmoid/16"), columns=0, few=False, sizes=(16, 32, 64, 128), hopper=False) -> Callable:
     """Whether a case is for a page, of `hopper` or another.
 
     A page whose programs own `columns` of a head's state is for enough heads, or for `few`: for fewer programs than

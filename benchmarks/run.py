@@ -102,9 +102,7 @@ def call_of(contender: Contender, case: Case, direction: str, x: dict[str, Tenso
     return lambda: backward(o)
 
 
-def measured(
-    contender: Contender, case: Case, sets: list[dict], truth: Truth, compiled: bool = False
-) -> dict[str, dict]:
+def measured(contender: Contender, case: Case, sets: list[dict], truth: Truth, compiled=False) -> dict[str, dict]:
     """{direction: the fields of a record beyond the shape}; a refusal is a result, and the next contender still runs.
 
     compiled: the contender may find its kernels compiled, so that its first call says nothing.

@@ -259,9 +259,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--check", type=int, default=1024, help="tokens a rank of the sequence that is checked")
     parser.add_argument("--alone", type=int, default=1 << 20, help="the longest sequence that one GPU walks as well")
-    parser.add_argument(
-        "--out", type=Path, help="where to write; default: results/<gpu>-scaling.json, of a CPU nowhere"
-    )
+    parser.add_argument("--out", type=Path, help="where to write; default results/<gpu>-scaling.json, of a CPU nowhere")
     args = parser.parse_args()
     if not dist.is_torchelastic_launched():
         for n in args.ranks or [n for n in (2, 4) if n == 2 or n <= torch.cuda.device_count()]:

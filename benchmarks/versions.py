@@ -7,14 +7,11 @@
     python benchmarks/versions.py --suites gla --peers fla_chunk_gla --compiled DIR   # as compile_peers.py filled it
 
 Triton and its assembler are chosen when a process starts, so the GPU tests (`make test-gpu`), the trainings of
-tools/stress_gpu.py and run.py with our own contenders run as programs of their own. Writes
-results/<gpu>-versions.json: a record for each pair of versions, in which only the parts that ran are new. `tests`
-counts how the tests of files that ran together ended, and names those that failed; `stress` is True if no training
-died and equal ones stayed equal; `times` has the medians in ms of each suite, with `bits`, which are equal where two
-versions gave the same results.
+tools/stress_gpu.py and run.py with our own contenders run as programs of their own. Writes results/<gpu>-versions.json:
+a record for each pair of versions, in which only the parts that ran are new. `tests` counts how the tests of files that
+ran together ended, and names those that failed; `stress` is True if no training died and equal ones stayed equal;
+`times` has the medians in ms of each suite, with `bits`, which are equal where two versions gave the same results.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -112,9 +109,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=15, help="processes that run tests")
     parser.add_argument("--stress", type=float, metavar="SECONDS", help="train side by side for so long")
     parser.add_argument("--suites", nargs="*", help=f"of run.py; without a name: {', '.join(USUAL_SUITES)}")
-    parser.add_argument(
-        "--match", default="", help="these cases only: a regular expression for the lines of run.py --list"
-    )
+    parser.add_argument("--match", default="", help="these cases only: a regular expression for lines of run.py --list")
     parser.add_argument("--peers", nargs="*", default=[], metavar="NAME", help="other libraries' contenders, too")
     parser.add_argument("--compiled", type=Path, metavar="DIR", help="their kernels, compiled by this Triton")
     parser.add_argument("--seconds", type=float, default=240, help="of the suites")

@@ -43,9 +43,7 @@ def chromium() -> Iterator[Browser]:
     if path is None:
         raise RuntimeError("expected chromium on the PATH (apt-get install chromium), found none")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=path, args=FLAGS.split(), timeout=120_000
-        )  # as a tab waits
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS.split(), timeout=120_000)  # as tabs wait
         yield browser
         browser.close()
 

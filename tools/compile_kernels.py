@@ -7,11 +7,10 @@
 A plan says what a call launches on any class of GPU, and Triton's compiler needs a target, not a device; the assembler
 comes with Triton. Every launch of forward and backward must fit its card and, where K, V <= 128, spill at most 128
 bytes a thread (but on Hopper, whose tiles were chosen by time, on a GPU). The rule that is checked on compiled loops
-was learnt from wrong results (lab/known.md): a product on tensor cores is waited for, and with it its operands,
-before shared memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop
-refills. And where warps have different jobs, those of one meet before one thread arrives at a barrier for all, and the
-barriers' bytes are their own (barriers.py). In the assembler's code no uniform register is read that nothing has set
-(sass.py).
+was learnt from wrong results (lab/known.md): a product on tensor cores is waited for, and with it its operands, before
+shared memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop refills.
+And where warps have different jobs, those of one meet before one thread arrives at a barrier for all, and the barriers'
+bytes are their own (barriers.py). In the assembler's code no uniform register is read that nothing has set (sass.py).
 
 A launch's fingerprint is a hash of the version of Triton, of what its plan fixes, and of the source of its kernel with
 all that it calls; launches with the same fingerprint are compiled once. `--changed` compiles those that
@@ -321,9 +320,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--changed", action="store_true", help=f"only {LIMIT} launches that {LAUNCHES.name} lacks")
-    parser.add_argument(
-        "--record", action="store_true", help=f"write the launches that compiled right to {LAUNCHES.name}"
-    )
+    parser.add_argument("--record", action="store_true", help=f"write launches that compiled right to {LAUNCHES.name}")
     parser.add_argument("--kinds", action="store_true", help="a portable kernel once a direction and dtype")
     versions = ", ".join(other_tritons.VERSIONS)
     about = f"compile with these versions instead; none: all of {versions} but the pinned"

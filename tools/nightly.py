@@ -176,9 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; none: all")
     parser.add_argument("--again", action="store_true", help="also parts whose files have not changed")
-    parser.add_argument(
-        "--due", action="store_true", help="only list the parts that would run, and write docs/status.md"
-    )
+    parser.add_argument("--due", action="store_true", help="list the parts that would run, and write docs/status.md")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"PART: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")

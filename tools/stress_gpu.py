@@ -14,8 +14,6 @@ have kernels of their own, and `many` the same with many heads. The trainings ta
 them need. The exit status is 0 only if no process died and all losses and products were equal and finite.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -33,11 +33,10 @@ def cost(mechanism: str, form: str, *, B: int, T: int, H: int, K: int, V: int, C
     * *Element-wise*: one FLOP for each number that `+ - * / exp max` writes, and for each that a
       sum, running sum or maximum along an axis reads; masks, copies and comparisons are free.
     * *Bytes*: q, k, v, gates read once and o written once, at `itemsize`; states in float32, the
-      initial one read, the final one written. Beyond that, written once and read once: scores
-      `[T, T]` of `parallel` (softmax: weights too) and `parallel_log`; decayed q and k of a gated
-      `parallel`; states and gates of all tokens in every round of `scan` (in the delta family: each
-      map that it makes, a K x K matrix and a state); statistics of `two_pass`.
-      Softmax `recurrent` reads its whole cache for every token. The rest stays on the chip.
+      initial one read, the final one written. Beyond that, written once and read once: scores `[T, T]` of `parallel`
+      (softmax: weights too) and `parallel_log`; decayed q and k of a gated `parallel`; states and gates of all tokens
+      in every round of `scan` (in the delta family: each map that it makes, a K x K matrix and a state); statistics of
+      `two_pass`. Softmax `recurrent` reads its whole cache for every token. The rest stays on the chip.
     * *Steps*: tokens, chunks, tiles of keys, rounds of a scan, or 1.
 
     Args:

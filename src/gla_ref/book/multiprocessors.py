@@ -1,7 +1,5 @@
 """A chart: multiprocessors over time, work and waits when a text is shared out in three ways (chapter 7)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 __all__ = ["WAYS", "Program", "multiprocessors", "schedule"]

@@ -1,7 +1,5 @@
 """Helpers of the cells in chapters 1 to 25: sentences and tables with computed numbers, and excerpts of code."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap

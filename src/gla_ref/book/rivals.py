@@ -1,7 +1,5 @@
 """Our calls and the fastest library's, case by case, over all suites of a record (appendix "Benchmarks")."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 __all__ = ["KINDS", "LOOPS", "TIE", "Case", "cases"]

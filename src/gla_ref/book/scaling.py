@@ -10,8 +10,6 @@ alone cuts its text into segments that fill the GPU, so it makes the sums of its
 as the memory here, while a rank's maps may come from a slower kernel than the sums of segments (chapter 25 has both).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ..over_ranks.links import LINKS, Wire, gather_seconds, pipeline_seconds

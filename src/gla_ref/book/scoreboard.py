@@ -5,8 +5,6 @@ Milliseconds are records of `benchmarks/run.py scoreboard`: all kernels at one s
 of one commit, each checked before it is timed.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 The bars are measurements of one program on one multiprocessor, from the records "waits".
 """
 
-from __future__ import annotations
-
 __all__ = ["spans", "waits_timeline"]
 
 WORKS = "0.85"  # the grey of work; each barrier has a colour of its own

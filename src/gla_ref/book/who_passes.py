@@ -4,8 +4,6 @@ Every function of ``gla_ref.compat.libraries.FUNCTIONS`` has a row in each dtype
 was not run.
 """
 
-from __future__ import annotations
-
 import re
 from html import escape
 from typing import NamedTuple

@@ -8,8 +8,6 @@ The same from a shell: `python -m gla_ref check gla my_module:my_fn --device cpu
 tokens are split over ranks: `torchrun --nproc-per-node 2 -m gla_ref check gla my_module:my_fn --ranks 2`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict

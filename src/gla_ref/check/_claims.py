@@ -1,7 +1,5 @@
 """The calls that a kernel claims to take, and the cases that are made for them (appendix "Check your kernel")."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -78,7 +76,7 @@ class Claim:
     accepts: Callable[[Case], bool] | None = None
 
     @classmethod
-    def of(cls, supports: Mapping | Callable[[Case], bool] | None) -> Claim:
+    def of(cls, supports: Mapping | Callable[[Case], bool] | None) -> "Claim":
         """A claim as a caller states it."""
         if supports is None:
             return cls()

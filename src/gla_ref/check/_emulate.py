@@ -6,8 +6,6 @@ so that their gradients round as they do. What right kernels choose each for the
 products of a run draw from, those of its backward pass too. The bench judges with the same functions.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from math import log
 

@@ -1,7 +1,5 @@
 """Does a text's result depend on what a call has beside it, or on where it is cut? (appendix "Who passes")"""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A stranger's kernel under the contract: its conventions, results of the right kind (appendix "Check your kernel")."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

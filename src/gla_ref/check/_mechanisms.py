@@ -1,7 +1,5 @@
 """The mechanisms as the kit knows them: declared tensors, and the callables that judge (chapters 1 to 20)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial

@@ -5,8 +5,6 @@ the mistake would be wrong nowhere else it explains the kernel, otherwise a part
 depend on the time that it takes: a few of the smallest calls that fail.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,9 +25,7 @@ from .oracle import Problem, evaluate, numbers
 # -- thresholds: what each bounds, and why there is one ------------------------------------------
 CLOSE = 3.0  # budgets from a mistake in float64 to a kernel that makes it: the kernel rounds in its own order
 UNEXPLAINED = 0.2  # share of an error's root mean square that may be left: an error of many budgets rounds by many, too
-BETTER = (
-    0.75  # share of a largest error that may be left: a mistake that leaves more is no nearer than the right result
-)
+BETTER = 0.75  # share of a largest error that may be left: what leaves more is no nearer than the right result
 AS_WRONG = 4.0  # times between errors of a kernel and of a mistake in rounding: equal rounding, other luck
 LEAST = 1e-2  # smallest such ratio: an error of 0 has no logarithm
 TIGHT = 0.5  # distance of a mistake that is made in some places only: such a place can save a wrong name
@@ -332,6 +328,7 @@ def same(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
     return True
 
 
+Calls = Sequence[Seen]  # that failed, or passed
 Ask = Callable[[Case], Seen | None]  # one more call of the kernel; None where it gives nothing
 
 
@@ -367,12 +364,7 @@ def order(failed: Sequence[Seen]) -> list[Seen]:
 
 
 def by_name(
-    mechanism: str,
-    dtype: torch.dtype,
-    failed: Sequence[Seen],
-    passed: Sequence[Seen],
-    call: Ask,
-    telling: Iterable[Case],
+    mechanism: str, dtype: torch.dtype, failed: Calls, passed: Calls, call: Ask, telling: Iterable[Case]
 ) -> list[Match]:
     """The mistakes that explain what fails, and that cannot be told apart; at most three.
 
@@ -416,9 +408,7 @@ def in_places(
     return left if len(calls) + len(new) > 1 else []
 
 
-def told_apart(
-    mechanism: str, matches: Sequence[Match], calls: Sequence[Seen], call: Ask, telling: Iterable[Case]
-) -> list[Match]:
+def told_apart(mechanism: str, matches: list[Match], calls: Calls, call: Ask, telling: Iterable[Case]) -> list[Match]:
     """The first match and those that are the same in these calls; the telling cases are called until one is left."""
     names = {it.name for it in matches if it is matches[0] or same(mechanism, matches[0], it, calls)}
     left = [it for it in matches if it.name in names]  # with every length of chunks that fits so far
@@ -512,7 +502,7 @@ def rounded(name: str, calls: Sequence[Seen]) -> str:
     return ""
 
 
-def by_terms(mechanism: str, failed: Sequence[Seen], passed: Sequence[Seen], call: Ask) -> list[Match]:
+def by_terms(mechanism: str, failed: Calls, passed: Calls, call: Ask) -> list[Match]:
     """The terms of a few wrong quantities; of outputs alone if these are wrong, since gradients are made of them.
 
     Nothing if one of them is no such sum. One that passing calls contradict is made in some places or calls only, and

@@ -1,7 +1,5 @@
 """The findings on a kernel as data: rows, and the verdict that they come to (appendix "Check your kernel")."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import asdict, dataclass, field

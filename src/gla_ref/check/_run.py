@@ -3,8 +3,6 @@
 Appendix "Check your kernel".
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -6,8 +6,6 @@ two calls that differ in one thing. A reader takes it for more, so it is said on
 How many calls are made depends on their sizes, not on the time that they take (appendix "Check your kernel").
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -294,9 +292,7 @@ class Statement:
     right: Callable[[Case], bool]
 
 
-def agreed(
-    statements: Sequence[Statement], smallest: Case, failing: Sequence[Case], passing: Sequence[Case]
-) -> list[str]:
+def agreed(statements: list[Statement], smallest: Case, failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
     """The sentences that all cases agree with.
 
     No failing case may lie on the side that a sentence calls right. No passing case that has all that the smallest

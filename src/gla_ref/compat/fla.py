@@ -112,9 +112,7 @@ def _refuse(**given) -> None:
             raise ValueError(f"{name}: expected {REFUSED[name]}; got {got}")
 
 
-def _state_v_first(
-    state_v_first: bool, transpose_state_layout=None, chunk_size=None, sizes: tuple[int, ...] = (), **rest
-) -> bool:
+def _state_v_first(state_v_first: bool, transpose_state_layout=None, chunk_size=None, sizes=(), **rest) -> bool:
     """Return whether states are `[N, H, V, K]`, by the new name or the older one; refuse all other arguments.
 
     `chunk_size` is a hint: no result depends on it, and our kernels choose a chunk size themselves. With `sizes`,
@@ -180,17 +178,10 @@ def _check_copy(cu_seqlens, cu_seqlens_cpu) -> None:
 
 
 def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gated linear attention by :func:`gla_ref.kernels.gla.gla`.
 
     Args:
@@ -263,10 +254,8 @@ def chunk_linear_attn(
         if z.ndim != 4 or z.shape[1] != 1:
             raise ValueError(f"initial_state: expected z as [N, 1, H, K], got {list(z.shape)}")
         initial_state = S, z[:, 0]
-    o, state = _ours(
-        "linear_attention", (q, k, v), scale, initial_state, output_final_state, cu_seqlens, normalize=True
-    )
-    return o, None if state is None else (state[0], state[1][:, None])
+    o, both = _ours("linear_attention", (q, k, v), scale, initial_state, output_final_state, cu_seqlens, normalize=True)
+    return o, None if both is None else (both[0], both[1][:, None])
 
 
 # fla's other algorithms are the same kernel here
@@ -349,18 +338,10 @@ def _log_gate(
 
 
 def chunk_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    **kwargs,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, **kwargs,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The delta rule by :func:`gla_ref.kernels.delta.delta_rule`; all arguments not listed are as in :func:`chunk_gla`.
 
     Args:
@@ -384,24 +365,12 @@ def fused_recurrent_delta_rule(
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context=None,
-    **kwargs,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
+    cp_context=None, **kwargs,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The gated delta rule by :func:`gla_ref.kernels.delta.gated_delta_rule`; see also :func:`chunk_delta_rule`.
 
     Args:
@@ -444,30 +413,14 @@ def fused_recurrent_gated_delta_rule(
 
 
 def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    cp_context=None,
-    use_graph: bool = False,
-    max_num_seqs: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, cp_context=None, use_graph: bool = False, max_num_seqs: int | None = None,
     **kwargs,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Kimi Delta Attention by :func:`gla_ref.kernels.kda.kda`; other arguments as in :func:`chunk_gated_delta_rule`.
 
     Args:

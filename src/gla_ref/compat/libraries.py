@@ -33,6 +33,7 @@ IN_WORDS = {"q": "query", "k": "key", "v": "value"}
 WITH_STATE = {"output_final_state": True}  # fla returns no state unless asked to
 NOT_DIVIDED = {"normalize": False}  # linear attention, which fla normalises unless told not to
 STATELESS = {"state": False}
+HEADS_FIRST = {"heads_first": True, "grouped": False}  # tokens are [B, H, T, D], with as many value heads as key heads
 FLOAT32 = {"dtypes": ("fp32",)}  # it returns float32, or cannot multiply it by other tokens
 EVEN = {"multiples": {"K": 2, "V": 2}}  # as chunk_bwd_dv asserts
 SIXTEENS = {"multiples": {"K": 16, "V": 16}}  # a backward kernel takes no fewer than 16 channels, and does not pad
@@ -166,17 +167,8 @@ FROM_FLA = (
     _naive("simple_gla", "naive_parallel_simple_gla", takes=("scale",), options={}, supports=STATELESS | FLOAT32),
     _naive("linear_attention", "naive_recurrent_linear_attn"),
     _naive("linear_attention", "naive_chunk_linear_attn", 64, takes=("scale",), options={}, supports=STATELESS),
-    _naive("delta_rule", "delta_rule_recurrence", takes=("initial_state",), heads_first=True, grouped=False),
-    _naive(
-        "delta_rule",
-        "delta_rule_chunkwise",
-        32,
-        takes=(),
-        options={},
-        supports=STATELESS | FLOAT32,
-        heads_first=True,
-        grouped=False,
-    ),
+    _naive("delta_rule", "delta_rule_recurrence", takes=("initial_state",), **HEADS_FIRST),
+    _naive("delta_rule", "delta_rule_chunkwise", 32, takes=(), options={}, supports=STATELESS | FLOAT32, **HEADS_FIRST),
     _naive("gated_delta_rule", "naive_recurrent_gated_delta_rule", supports=FLOAT32, grouped=False),
     _naive("gated_delta_rule", "naive_chunk_gated_delta_rule", supports=FLOAT32, grouped=False),
     _naive("kda", "naive_recurrent_kda"),

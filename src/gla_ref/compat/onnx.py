@@ -112,15 +112,8 @@ def linear_attention(
 
     mechanism = MECHANISMS[decay is not None and not by_head, by_head, beta is not None]
     past = None if past_state is None else past_state.to(compute_dtype(past_state)).repeat_interleave(readers, 1)
-    o, S = FORMS[mechanism]["chunkwise"](
-        tensors["query"],
-        *(
-            tensors[n].repeat_interleave(readers, 2)
-            for n in ("key", "value", "decay", "beta")
-            if tensors[n] is not None
-        ),
-        scale=scale or None,
-        initial_state=past,
-    )
+    given = [tensors[n] for n in ("key", "value", "decay", "beta") if tensors[n] is not None]
+    read = (x.repeat_interleave(readers, 2) for x in given)
+    o, S = FORMS[mechanism]["chunkwise"](tensors["query"], *read, scale=scale or None, initial_state=past)
     kept = query.dtype if past_state is None else past_state.dtype
     return o.flatten(2).to(query.dtype), S[:, ::readers].to(kept)

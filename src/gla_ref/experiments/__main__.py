@@ -4,8 +4,6 @@ Exit status: 0 all runs are done, 1 one failed, 2 cannot run as asked, 3 time wa
 on).
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import fnmatch
@@ -141,27 +139,19 @@ def main(argv: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=about, description=module.__doc__)
         command.set_defaults(function=run)
         command.add_argument("--preset", choices=presets, default="full", help="of the settings")
-        command.add_argument(
-            "--set", metavar="FIELD=VALUE", action="append", default=[], help="change one field of them"
-        )
+        command.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="change a field of them")
         command.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
         command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
         command.add_argument("--jobs", type=positive(int), default=1, help="runs side by side, default %(default)s")
-        command.add_argument(
-            "--minutes", type=positive(float), help="stop then, with checkpoints, to go on in another call"
-        )
+        command.add_argument("--minutes", type=positive(float), help="stop then, with checkpoints, to go on later")
         command.add_argument(
             "--save-every", type=positive(float), default=60, metavar="SECONDS", help="checkpoints, default %(default)s"
         )
-        command.add_argument(
-            "--compile", action="store_true", help="train through torch.compile: same results but for rounding"
-        )
+        command.add_argument("--compile", action="store_true", help="use torch.compile: same results but for rounding")
         command.add_argument(
             "--only", metavar="PATTERN", nargs="+", default=["*"], help="only runs of such names: --only 'main/gla/*'"
         )
-        command.add_argument(
-            "--records", type=Path, help="JSON file of records; default benchmarks/results/GPU-NAME.json"
-        )
+        command.add_argument("--records", type=Path, help="file of records; default benchmarks/results/GPU-NAME.json")
         command.add_argument("--folder", type=Path, default=Path("_build/experiments"), help="of checkpoints")
         command.add_argument("--texts", type=Path, default=Path("_build/texts"), help="folder of prepared texts")
     command = commands.add_parser("report", help="scores with intervals, baselines and sizes of states")

@@ -1,7 +1,5 @@
 """Many runs: which are done, which wait for others, each record kept as soon as it is there."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
@@ -112,9 +110,7 @@ def further_trials(runs: list[Run], file: Path) -> list[Run]:
     return [trial for trial in more if trial is not None]
 
 
-def carry_out_all(
-    runs: list[Run], place: Place, file: Path, progress: Callable[[str], None] = lambda name: None
-) -> Outcome:
+def carry_out_all(runs: list[Run], place: Place, file: Path, progress: Callable = lambda name: None) -> Outcome:
     """Carry runs of one experiment out, those without a learning rate of their own after all others.
 
     Between the two come trials that nobody asked for: learning rates beyond a grid whose best one is at its edge. A run

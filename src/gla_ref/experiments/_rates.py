@@ -6,8 +6,6 @@ tried, the grid goes on beyond it, at most :data:`MORE` times; if nothing has be
 rates that are too high leave a model at chance. A choice that is still at the edge then, or at chance, says so.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from itertools import chain

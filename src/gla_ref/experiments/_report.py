@@ -1,7 +1,5 @@
 """Records as numbers to print and draw: intervals over seeds, differences, and every score beside its baselines."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

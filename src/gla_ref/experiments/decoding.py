@@ -6,8 +6,6 @@ repeated. A step gives every sequence a token; "ms" is the time of a call from P
 given, so they copy the whole; room in a cache would save them.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from itertools import product
@@ -48,7 +46,7 @@ class Settings:
             raise ValueError(f"size: expected one of {', '.join(SIZES)}, got {self.size!r}")
 
     @classmethod
-    def tiny(cls) -> Settings:
+    def tiny(cls) -> "Settings":
         """Seconds on a CPU, to see that it runs."""
         return cls(mixers=("gla", "gla+softmax"), size="tiny", lengths=(8, 32), tokens=2, steps=2)
 

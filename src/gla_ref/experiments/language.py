@@ -15,8 +15,6 @@ The :data:`CHANGES` are models of the first size that differ from another in one
 table 4) are trained at GLA's rate; those of softmax attention have trials of their own, and show how its seeds scatter.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -99,7 +97,7 @@ class Settings:
             raise ValueError(f"tokens: expected at least one sequence of T = {self.T}, got {self.tokens}")
 
     @classmethod
-    def tiny(cls) -> Settings:
+    def tiny(cls) -> "Settings":
         """Seconds on a CPU, to see that it runs."""
         return cls(
             mixers=("gla", "softmax"), sizes=("tiny",), changes=("rank-4", "softmax-plain"), T=16, tokens=64, steps=6,

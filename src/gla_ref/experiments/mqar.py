@@ -14,8 +14,6 @@ The learning rate is chosen for every mixer, width and variant, by trials on val
 on the CPU, so that a CPU and a GPU train on the same texts.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from statistics import fmean
@@ -87,7 +85,7 @@ class Settings:
         return pairs + pairs // 2 if self.overwritten else pairs
 
     @classmethod
-    def live(cls) -> Settings:
+    def live(cls) -> "Settings":
         """Ten seconds a run on one core of a CPU, for a notebook (results: benchmarks/results/cpu-mqar.json)."""
         return cls(
             vocab_size=64, lengths=((32, 4),), mixers=("softmax", "linear", "gla"), widths=(64,), layers=1,
@@ -95,7 +93,7 @@ class Settings:
         )  # fmt: skip
 
     @classmethod
-    def tiny(cls) -> Settings:
+    def tiny(cls) -> "Settings":
         """Seconds on a CPU, to see that it runs."""
         return cls(
             vocab_size=32, lengths=((16, 2), (24, 4)), mixers=("gla",), widths=(16,), rates=(1e-2,),
@@ -113,7 +111,7 @@ class Questions(NamedTuple):
     places: Tensor
     answers: Tensor
 
-    def to(self, device: str | torch.device) -> Questions:
+    def to(self, device: str | torch.device) -> "Questions":
         """A copy on another device: questions are drawn on the CPU, so that a GPU gets the same ones."""
         return Questions(*(x.to(device) for x in self))
 

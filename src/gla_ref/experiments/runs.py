@@ -1,7 +1,5 @@
 """The parts of an experiment: settings, checked, and runs, with all that their numbers depend on (chapter 19)."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -9,8 +9,6 @@ do not shape the encoding. A twentieth of the others is for validation: no model
 chosen by it. None of these texts is part of this project.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -5,8 +5,6 @@ level by level. Whether training makes such chunks is a question to trained mode
 answer. It needs no GPU: gates are a function of a layer's input.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ On a CPU an interrupted run ends with the same numbers to the last bit, as the t
 tried: there PyTorch's own gradients of embeddings may add in another order from run to run.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -3,8 +3,6 @@
 A GLA model saved here is read by fla's GLAForCausalLM, and the reverse: tensors have the same names and shapes.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -352,9 +352,7 @@ def check_state(state: State | None, config: Config, N: int) -> None:
             )
         for name, x, axes in parts(layer, own):
             if x.ndim != len(axes) or any(n != a for n, a in zip(x.shape, axes, strict=True) if isinstance(a, int)):
-                raise ValueError(
-                    f"state[{i}].{name}: expected shape [{', '.join(map(str, axes))}], got {list(x.shape)}"
-                )
+                raise ValueError(f"state[{i}].{name}: expected shape [{', '.join(map(str, axes))}], got {[*x.shape]}")
         cu = getattr(S, "cu_seqlens", None)  # of a packed cache
         for name, x in {"S": S, "conv": None if conv is None else conv[0]}.items():
             if x is None:

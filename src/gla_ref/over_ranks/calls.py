@@ -7,8 +7,6 @@ way back.
 This module loads PyTorch's compiler, so the package does not import this module by itself.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import zlib
@@ -91,9 +89,7 @@ class Call:
         made: of each batch, the tensors that its map has prepared for the walk.
     """
 
-    def __init__(
-        self, ranks: Ranks, kind: CallKind, facts: dict[str, str], segment_length: int | None, cu: Tensor | None
-    ):
+    def __init__(self, ranks: Ranks, kind: CallKind, facts: dict, segment_length: int | None, cu: Tensor | None):
         plan, lengths, r = kind.plan, kind.lengths, ranks.rank
         self.walk, self.cu, self.known, self.made = kind.walk, cu, [], []
         self.exchange = Exchange(ranks, plan, facts, kind.tag)

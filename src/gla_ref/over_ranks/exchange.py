@@ -182,10 +182,7 @@ class Exchange:
             return torch.where(tags.eq(self.tag).all(), S, math.nan)
         for rank, tag in zip(ranks, tags.tolist(), strict=True):
             if tag != self.tag:
-                why = (
-                    f"rank {rank} makes another call than rank {self.ranks.rank}; "
-                    "GLA_REF_DEBUG=1 says which argument differs"
-                )
+                why = f"rank {rank} makes another call than rank {self.ranks.rank}; GLA_REF_DEBUG=1 names the argument"
                 self.ranks.agreement.give_up(why)
                 raise ValueError(why)
         return S

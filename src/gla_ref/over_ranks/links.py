@@ -1,7 +1,5 @@
 """A model of the links between ranks: the time that a message and an exchange take (chapter 25)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

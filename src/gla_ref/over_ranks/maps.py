@@ -10,8 +10,6 @@ gate; the number 1 without gates). For the delta rules M is a K x K matrix, the 
 identity.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -40,11 +38,11 @@ class Maps(NamedTuple):
         """Whether M is a product of decays."""
         return self.M[0].shape[-1] == 1
 
-    def one(self, i: int) -> Maps:
+    def one(self, i: int) -> "Maps":
         """The map of segment i, without the axis of segments."""
         return Maps(tuple(m[:, i] for m in self.M), self.X[:, i])
 
-    def heads(self, some: slice) -> Maps:
+    def heads(self, some: slice) -> "Maps":
         """The maps of some heads."""
         return Maps(tuple(m[:, :, some] for m in self.M), self.X[:, :, some])
 
@@ -67,7 +65,7 @@ class Maps(NamedTuple):
         """M S + X, of a map that `in_turn` yields."""
         return self.through(S) + self.X if self.decays else torch.baddbmm(self.X, *self.M, S)
 
-    def in_turn(self, backwards: bool) -> Iterator[Maps]:
+    def in_turn(self, backwards: bool) -> Iterator["Maps"]:
         """Yield each segment's map; for a matrix M, heads are joined as one batch, `[N H, K, K]` and `[N H, K, V]`."""
         if self.decays:
             parts = [m.unbind(1) for m in (*self.M, self.X)]
@@ -89,7 +87,7 @@ class Maps(NamedTuple):
             S = m.after(S)
         return torch.stack(states[::-1] if backwards else states, 1), S.view(shape)
 
-    def composed(self, backwards: bool = False) -> Maps:
+    def composed(self, backwards: bool = False) -> "Maps":
         """The map of all segments together."""
         N, n, H = self.X.shape[:3]
         if n == 1:
@@ -131,9 +129,7 @@ class Walk(NamedTuple):
         return [None if x is None else heads_first(x.to(self.dtype)) for x in columns]
 
 
-def write_map(
-    walk: Walk, x: Tokens, reads: bool = False
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None, list[Tensor]]:
+def write_map(walk: Walk, x: Tokens, reads=False) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None, list[Tensor]]:
     """Find (M, X) of rows of tokens, from left to right, from k, v and gates. No exponent is above 0.
 
     For this map a kernel reads k, v and g, which the walk of the piece reads again. For a delta rule it walks V + K

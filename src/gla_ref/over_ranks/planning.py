@@ -1,7 +1,5 @@
 """The plan of a call over ranks: which exchange, how many bytes, and why (chapter 25)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

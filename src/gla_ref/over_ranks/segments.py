@@ -4,8 +4,6 @@ Sequences packed with `cu_seqlens` need no algebra of their own: only the sequen
 state over it. For the map of a segment all other tokens are zeros: a token of zeros neither writes, reads nor forgets.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -98,8 +98,6 @@ def check(label: str, answer: object = ...) -> Verdict:
     except Exception as reason:  # the reader's code, or an answer of a kind that cannot be compared
         frames = traceback.extract_tb(reason.__traceback__)
         file = getattr(getattr(answer, "__code__", None), "co_filename", None)
-        where = ([f for f in frames if f.filename == file] or frames)[-1]  # the reader's own line
-        return Verdict(
-            "wrong", f"It stopped with {type(reason).__name__}: {reason} (line {where.lineno} of {where.name})."
-        )
+        at = ([f for f in frames if f.filename == file] or frames)[-1]  # the reader's own line
+        return Verdict("wrong", f"It stopped with {type(reason).__name__}: {reason} (line {at.lineno} of {at.name}).")
     return Verdict("right", "Right.")

@@ -86,11 +86,7 @@ def results(got: Sequence, want: Sequence[Tensor], names: Sequence[str]) -> list
 
 
 def hold(
-    answer: Callable,
-    cases: Iterable[tuple],
-    right: Callable,
-    mistakes: dict[str, Callable],
-    axes: dict[str, str] | None = None,
+    answer: Callable, cases: Iterable[tuple], right: Callable, mistakes: dict[str, Callable], axes: dict | None = None
 ) -> None:
     """Compare the reader's function with `right` on every case; name its mistake.
 

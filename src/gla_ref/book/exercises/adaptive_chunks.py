@@ -53,14 +53,10 @@ def level():
 def anchor(answer):
     mistakes = {
         "That is the chapter's anchor: b begins at b_1, not at 0, so the interval is shorter.": (lambda b: b[-1] / 2),
-        "Half of the interval's length is the largest exponent; r is the interval's middle.": (
-            lambda b: (b[-1] - b[0]) / 2
-        ),
+        "Half of the interval's length is the largest exponent; r is its middle.": (lambda b: (b[-1] - b[0]) / 2),
         "The mean is drawn to where most tokens are; only the two ends matter.": (lambda b: b.mean(0)),
         "b at the middle token: half of the decay need not have happened by then.": (lambda b: b[len(b) // 2]),
-        "One anchor for all channels: each has an interval of its own.": (
-            lambda b: ((b[0] + b[-1]) / 2).mean().expand_as(b[0])
-        ),
+        "One anchor for all: a channel has its own interval.": (lambda b: ((b[0] + b[-1]) / 2).mean().expand_as(b[0])),
     }
     (noise,) = draw(7, (9, 3))
     cases = [((-noise.abs()).cumsum(0),)]
@@ -90,9 +86,7 @@ def channels(answer):
         "The mild product lacks its diagonal: a token reads its own write in all channels.": dict(
             cut=lambda P: P.tril(-1)
         ),
-        "A channel is strong by the sum of its gates in the chunk, not by one of them.": dict(
-            mild=lambda g: g.min(0).values >= -80
-        ),
+        "A channel is strong by the sum of its gates, not by one of them.": dict(mild=lambda g: g.min(0).values >= -80),
         "scale is no part of these scores.": lambda q, k, g: q.shape[1] ** -0.5 * _exact(q, k, g),
     }
     q, k, noise = draw(8, (24, 5), (24, 5), (24, 5))

@@ -43,14 +43,10 @@ predict(
 @exercise("ex-twolevel-best", "derive")
 def best(answer):
     mistakes = {
-        "All of the chunk is counted as writers; before a sub-chunk lies half of it on average.": (
-            lambda C: math.sqrt(3 * C / 5)
-        ),
+        "All of the chunk is counted; on average half of it lies before a sub-chunk.": (lambda C: math.sqrt(3 * C / 5)),
         "The square root is missing: 5 c = 3 C / (2 c) at the minimum.": lambda C: 3 * C / 10,
         "The fraction is upside down: 5 c grows with c, 3 C / (2 c) falls.": lambda C: math.sqrt(10 * C / 3),
-        "Log space costs 5 K for a pair, the factors 3 K for a number: they do not cost the same.": (
-            lambda C: math.sqrt(C / 2)
-        ),
+        "Log space costs 5 K for a pair, the factors 3 K for a number: not the same.": (lambda C: math.sqrt(C / 2)),
         "The readers' part does not depend on c: 3 K c for c tokens is 3 K for each.": lambda C: math.sqrt(3 * C / 16),
         "That is a power of two next to it; the formula gives a real number.": (
             lambda C: 2.0 ** round(math.log2(math.sqrt(3 * C / 10)))
@@ -74,9 +70,7 @@ def update(answer):
 
     mistakes = {
         "The old state is not decayed.": dict(rows=0, columns=0),
-        "The gate on the values is missing: it decays the state's columns and the values.": dict(
-            columns=0, values=False
-        ),
+        "The gate on values is missing: it decays the state's columns and the values.": dict(columns=0, values=False),
         "The values have to decay to the chunk's end, too.": dict(values=False),
         "The old state's columns have to decay, too.": dict(columns=0),
         "The old state's rows have to decay, too.": dict(rows=0),

@@ -20,9 +20,7 @@ def batch():
         (right - 1, "That many are not quite enough: round up."),
         (1, "One state takes half a microsecond, and the host forty."),
     ]
-    return numbers(
-        "sequences", right, mistakes, "Sequences times 8 K V bytes times heads, over the rate, are 40 microseconds."
-    )
+    return numbers("sequences", right, mistakes, "Sequences times 8 K V bytes times heads, over the rate: 40 µs.")
 
 
 @ask("ex-decode-bfloat16")

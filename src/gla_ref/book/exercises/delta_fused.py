@@ -34,9 +34,7 @@ def period(answer):
         "That is the busiest role alone. A place is free again only after its chunk was loaded, inverted and walked.": (
             lambda load, inverse, walk, places, tiles: max(load, inverse, walk)
         ),
-        "The tiles are missing: a tile is free again only after its chunk was inverted and walked.": dict(
-            tile=lambda *x: 0
-        ),
+        "The tiles are missing: a tile is free only after its chunk was inverted and walked.": dict(tile=lambda *x: 0),
         "The places of q, k and v are missing: they bound the kernel, too.": dict(place=lambda *x: 0),
         "A tile need not wait for its chunk's load: it is taken when the inverse begins.": dict(tile=lambda *x: sum(x)),
         "No role can be faster than its own job.": lambda load, inverse, walk, places, tiles: max(

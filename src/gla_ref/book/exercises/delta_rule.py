@@ -33,9 +33,7 @@ def angle(answer):
             own=lambda rho: 1 - rho
         ),
         "The sign is wrong: the value that k_2 finds is subtracted.": dict(own=lambda rho: 1 + rho * rho),
-        "The second write changes the answer of k_1, too, unless rho = 0.": dict(
-            own=lambda rho: 1, other=lambda rho: 0
-        ),
+        "The second write changes k_1's answer, too, unless rho = 0.": dict(own=lambda rho: 1, other=lambda rho: 0),
         "That is the answer of k_2. The question asks for k_1.": dict(own=lambda rho: 0, other=lambda rho: 1),
         "k_1 meets the new value with the factor rho, the product of the keys.": dict(other=lambda rho: 1),
     }
@@ -53,9 +51,7 @@ def _writes(S, k, v, beta, *, mask=lambda A: A.tril(-1), on_A=1, on_v=1, sign=1,
 @exercise("ex-delta-writes", "implement")
 def writes(answer):
     mistakes = {
-        "Each token must correct the writes of earlier tokens, too, not only the state before the chunk.": dict(
-            mask=lambda A: 0 * A
-        ),
+        "A token must correct earlier tokens' writes, too, not the state alone.": dict(mask=lambda A: 0 * A),
         "The state before the chunk is missing: each token finds k S in it.": dict(before=False),
         "The mask is missing: a token finds the writes of later ones as well.": dict(mask=lambda A: A),
         "A token finds its own write: the diagonal of A is 0.": dict(mask=torch.tril),

@@ -278,12 +278,8 @@ def matmul(answer):
         return Launch({"a": a, "b": b}, [M, N], [-(-M // 16), -(-N // 16)], [M, N, K], tiles)
 
     mistakes = {
-        "Only the first BK columns of a meet the first BK rows of b: a loop over K is missing.": dict(
-            steps=lambda K, BK: slice(BK)
-        ),
-        "Only the last step is kept: add each product to an accumulator.": dict(
-            steps=lambda K, BK: slice((K - 1) // BK * BK, K)
-        ),
+        "Only BK columns of a meet BK rows of b: a loop over K is missing.": dict(steps=lambda K, BK: slice(BK)),
+        "Only the last step is kept: add up the products.": dict(steps=lambda K, BK: slice((K - 1) // BK * BK, K)),
         "The loop ends too early: the last BK numbers of K need a step too, if only a part of one.": dict(
             steps=lambda K, BK: slice(K // BK * BK)
         ),

@@ -46,14 +46,10 @@ predict(
 def split(answer):
     """A softmax over the parts' log-sum-exps."""
     mistakes = {
-        "Parts do not count alike: a part with larger scores holds more of the weight.": (
-            lambda L: torch.full_like(L, 1 / len(L))
-        ),
+        "Parts do not count alike: larger scores hold more of the weight.": (lambda L: torch.full_like(L, 1 / len(L))),
         "L is a logarithm: a part counts by its sum of exponentials, e^L.": lambda L: L / L.sum(),
         "The shares must sum to 1: divide by the sum over the parts.": lambda L: L.exp(),
-        "The shares must sum to 1: divide by the sum over the parts, after subtracting the largest.": (
-            lambda L: (L - L.max()).exp()
-        ),
+        "Shares must sum to 1: subtract the largest, then divide by their sum.": (lambda L: (L - L.max()).exp()),
         "Right on paper, but e^1000 overflows: subtract the largest L first.": lambda L: L.exp() / L.exp().sum(),
     }
     (L,) = draw(0, (4,))
@@ -78,9 +74,7 @@ def gradients(answer):
 
     mistakes = {
         "The future is not masked: e^(x - L) is not zero above the diagonal.": dict(mask=False),
-        "The row sum is missing: a weight that grows takes from the others of its row, so dx = p (dp - delta).": dict(
-            delta=0.0
-        ),
+        "The row sum is missing: a weight that grows takes from the others: dx = p (dp - delta).": dict(delta=0.0),
         "delta is added; it is subtracted.": dict(delta=-1.0),
         "The scale is missing in dq: x = scale q k^T.": dict(on_q=False),
         "The scale is missing in dk: x = scale q k^T.": dict(on_k=False),

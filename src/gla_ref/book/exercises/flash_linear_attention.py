@@ -62,9 +62,7 @@ def mend(answer):
         "The part read from the true start needs the scale as well.": dict(scaled=False),
         "A segment reads the state before it: its own tokens are in its outputs already.": dict(inclusive=True),
         "The text begins with a state S0: all segments read it.": dict(first=False),
-        "The state before a segment is the sum of all segments before it, not of the last one alone.": dict(
-            running=False
-        ),
+        "The state before a segment is the sum of all segments before it, not of the last alone.": dict(running=False),
         "The final state contains S0, too.": dict(final=False),
     }
     sizes = (8, 2, 2), (7, 4, 3), (5, 1, 8), (1, 2, 1)

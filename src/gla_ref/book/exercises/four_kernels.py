@@ -36,9 +36,7 @@ def wall(answer):
         return sign * E * math.log(2) ** ln_2 / (C + between)
 
     mistakes = {
-        "From the first token to the last there are C - 1 gates: the first token's own does not lie between.": dict(
-            between=0
-        ),
+        "From the first token to the last there are C - 1 gates: the first token's is not between.": dict(between=0),
         "That is to base 2; the gates are natural logarithms, and one half-life is ln 2 of them.": dict(ln_2=0),
         "ln 2 is on the wrong side: 2^E is e^(E ln 2).": dict(ln_2=-1),
         "A log gate is negative.": dict(sign=1),
@@ -83,9 +81,7 @@ def _prepare(q, k, g, C, to_end=decay_to_end, scale=None, exp=torch.exp, on_k=1.
 def prepare(answer):
     mistakes = {
         "scale is forgotten: it belongs to q, in every form.": dict(scale=1.0),
-        "scale is on k as well, so that the scores have it twice.": (
-            lambda *x: _prepare(*x, on_k=x[1].shape[1] ** -0.5)
-        ),
+        "scale is on k as well: the scores have it twice.": (lambda *x: _prepare(*x, on_k=x[1].shape[1] ** -0.5)),
         "The sums are not restarted: each chunk has its own start and its own last token.": (
             lambda q, k, g, C: _prepare(q, k, g, None)
         ),

@@ -39,10 +39,7 @@ def reset():
         return tuple((x, x) for x in flags(lists))
 
     mistakes = [
-        (
-            _seen({2}, {4}, own=False),
-            "A reset clears everything that was there before; then the token writes. Its own value stays.",
-        ),
+        (_seen({2}, {4}, own=False), "A reset clears all that was there; then the token writes. Its own value stays."),
         (_seen({2, 4}, {2, 4}), "A reset of one channel leaves the other as it is, with everything written there."),
         (_seen(set(), set()), "Nothing is forgotten in this list: what do the resets clear?"),
     ]
@@ -109,9 +106,7 @@ def order(answer):
 
     mistakes = {
         "That is gate before write: a token's own write must feel its own gate as well.": dict(),
-        "Dividing k by its gate goes the other way: each write here feels one gate more.": dict(
-            on_k=lambda g: (-g).exp()
-        ),
+        "Dividing k by its gate goes the other way: each write feels one gate more.": dict(on_k=lambda g: (-g).exp()),
         "The gate went to q: older writes then feel the reader's gate twice.": dict(on_q=torch.exp),
         "Shifting the gates by a token takes the reader's own gate off the state.": dict(
             on_g=lambda g: F.pad(g, (0, 0, 0, 0, 1, 0))[:, :-1]

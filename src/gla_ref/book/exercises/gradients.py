@@ -12,9 +12,7 @@ from ._predict import ask, numbers
 @exercise("ex-gradients-first", "derive")
 def first(answer):
     mistakes = {
-        "Summed over the rows, each of which has its own gate; sum over the columns, V.": lambda S, dS: (S * dS).sum(
-            -2
-        ),
+        "Summed over the rows, which have a gate each; sum over the columns, V.": lambda S, dS: (S * dS).sum(-2),
         "Sum over the columns: all of a row share its gate.": lambda S, dS: S * dS,
         "Summed over everything: each row has a gate of its own.": lambda S, dS: (S * dS).sum(),
         "S_0 is missing: its gradient alone is no path.": lambda S, dS: dS.sum(-1),
@@ -51,12 +49,10 @@ def stored():
 def _sums(terms, end, read, wrote):
     """Mistakes in a gate's gradient: the sum of `terms` from its token on, and `end`, the final state's part."""
     return {
-        "The sum runs from the start; a gate is crossed by paths that end at t or later.": (
+        "The sum runs from the start; paths that cross a gate end at t or later.": (
             lambda *x: terms(*x).cumsum(1) + end(*x)
         ),
-        "Token t's own term is missing: the sum begins with i = t.": (
-            lambda *x: reverse_sum(terms(*x), 1) - terms(*x) + end(*x)
-        ),
+        "Token t's own term, i = t, is missing.": (lambda *x: reverse_sum(terms(*x), 1) - terms(*x) + end(*x)),
         "The sum over the later tokens is missing.": lambda *x: terms(*x) + end(*x),
         f"The sign: {read} counts paths, and {wrote} takes away those that do not cross t.": (
             lambda *x: end(*x) - reverse_sum(terms(*x), 1)
@@ -78,9 +74,7 @@ def scalar(answer):
     mistakes = {
         "There is one gate for all channels: its gradient is the sum over them.": channels,
         **_sums(terms, end, "q dq", "k dk"),
-        "The final state is missing: read after every token, it adds the sum of S_T * D.": (
-            lambda *x: reverse_sum(terms(*x), 1)
-        ),
+        "The final state is missing: it adds the sum of S_T * D.": (lambda *x: reverse_sum(terms(*x), 1)),
     }
     key, value, state = (2, 6, 2, 3), (2, 6, 2, 4), (2, 2, 3, 4)
     q, k, noise, v, do, S_0, D = draw(12, key, key, key, value, value, state, state)
@@ -102,20 +96,11 @@ def pairs():
     inside = sum(j >= t and i <= end for i, j in every)
     right = [crossing, later, to_end, inside]
     mistakes = [
-        (
-            [t * (n - t + 1), ..., ..., ...],
-            "Token 20's own write does not pass its gate: the writers are tokens 1 to 19.",
-        ),
-        (
-            [crossing - t + 1, ..., ..., ...],
-            "Token 20 reads what has passed its gate: the readers are tokens 20 to 64.",
-        ),
+        ([t * (n - t + 1), ..., ..., ...], "Token 20's own write does not pass its gate: the writers are 1 to 19."),
+        ([crossing - t + 1, ..., ..., ...], "Token 20 reads what has passed its gate: the readers are 20 to 64."),
         ([..., later + n - t + 1, ..., ...], "A token with itself is no pair of two tokens: leave out i = j."),
         ([..., later, inside, ...], "Paths that leave the chunk are in the term S' * R too, and k dk takes them away."),
-        (
-            [..., later, to_end, to_end],
-            "Path by path, what is written after the gate for later chunks is not counted at all.",
-        ),
+        ([..., later, to_end, to_end], "Path by path, what is written after the gate for later chunks is not counted."),
     ]
     hint = "Count rows times columns of the rectangle; n tokens have n (n - 1) / 2 pairs; the chunk is tokens 17 to 32."
     names = ["pairs that cross", "to the end of the sequence", "to the end of the chunk", "path by path"]

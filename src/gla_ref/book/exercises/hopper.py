@@ -17,9 +17,7 @@ def shared(answer):
         "S, P and o have one tile each: only tiles that are loaded ahead have stages.": dict(all_staged=True),
         "The gates are missing: a stage has q, k, g and v.": dict(gates=2),
         "S is missing: the product with q reads a 16-bit copy of it.": dict(extra=lambda C, K, V: C * C + C * V),
-        "P is missing: it goes through shared memory on its way to the product with v.": dict(
-            extra=lambda C, K, V: K * V + C * V
-        ),
+        "P is missing: it goes to the product with v through shared memory.": dict(extra=lambda C, K, V: K * V + C * V),
         "o is missing: it waits there for the copy engine.": dict(extra=lambda C, K, V: K * V + C * C),
         "That is the ring of stages alone; S, P and o need room, too.": dict(extra=lambda C, K, V: 0),
         "P has a row and a column for each token of a chunk, not for each channel.": dict(
@@ -38,9 +36,7 @@ def _rounds(i, stages, stage=lambda i, n: i % n, j=lambda i, n: i // n, loader=1
 @exercise("ex-hopper-parity", "implement")
 def parity(answer):
     mistakes = {
-        "A barrier belongs to a stage, so a phase is a round of that stage: i // stages, not i.": dict(
-            j=lambda i, n: i
-        ),
+        "A barrier belongs to a stage: a phase is a round of that stage, i // stages, not i.": dict(j=lambda i, n: i),
         "The loader waits for the round before: its parity is the other one.": dict(loader=0),
         "The two parities are exchanged: the transformer waits for this round, the loader for the one before.": dict(
             loader=0, transformer=1

@@ -98,9 +98,7 @@ def relay(answer):
 
     mistakes = {
         "Nothing hands the state over, so it dies with its channel: keys must turn it.": dict(beta=0.0),
-        "One key keeps half. Turn the state in many small steps: each keeps the cosine of its angle.": dict(
-            turns=1, end=math.pi / 4
-        ),
+        "One key keeps half. Turn in small steps: each keeps the cosine of its angle.": dict(turns=1, end=math.pi / 4),
         "Both channels stay open, and a rule that looks at gates would cut nothing.": dict(
             before=(0.0, 0.0), after=(0.0, 0.0)
         ),

@@ -26,9 +26,7 @@ def rank():
 def heads(answer):
     mistakes = {
         "That is one head's state; there are H of them.": lambda w, H: w * w / (2 * H * H),
-        "A head has w / (2 H) key channels and w / H value channels, and no channel of another head.": (
-            lambda w, H: w * w / 2
-        ),
+        "A head has w / (2 H) key channels and w / H value channels, none of another head.": (lambda w, H: w * w / 2),
         "Keys have half the width: H K = w / 2.": lambda w, H: w * w / H,
         "More heads have smaller states, each by H twice.": lambda w, H: H * w * w / 2,
         "A state has a number for every pair of a key and a value channel: their product.": (lambda w, H: w / 2 + w),

@@ -13,9 +13,7 @@ def baseline(answer):
         "The old values of the keys that are written again are in the pairs, too.": lambda pairs, again: 1 / pairs,
         "A key that is written again has two values: one more, not two.": lambda pairs, again: 1 / (pairs + 2 * again),
         "Only values are drawn, not keys.": lambda pairs, again: 1 / (2 * (pairs + again)),
-        "The old values are in the pairs as well: they are added, not taken away.": lambda pairs, again: (
-            1 / (pairs - again)
-        ),
+        "The old values are in the pairs, too: added, not taken away.": lambda pairs, again: 1 / (pairs - again),
         "A key has one right value, whether it was written once or twice.": lambda pairs, again: (
             (pairs - again / 2) / (pairs * (pairs + again))
         ),

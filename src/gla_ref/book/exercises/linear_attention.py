@@ -91,9 +91,7 @@ def window(answer):
         "At t = w the first token (index 0) must leave: it never does.": lambda *x: _steps(*x, lambda t, w: t > w),
         "Each token is read before it is written: o_t misses its own k_t, v_t.": dict(first=1, beyond=1),
         "Each token is read before it is written, and one too few is left in the window.": dict(first=1),
-        "There is a factor K^-0.5 in the output; here the scale is 1.": (
-            lambda q, k, v, w: _window(q, k, v, w) * q.shape[1] ** -0.5
-        ),
+        "There is a factor K^-0.5; here the scale is 1.": (lambda q, k, v, w: _window(q, k, v, w) * q.shape[1] ** -0.5),
     }
     cases = [(*draw(w, (7, 3), (7, 3), (7, 2)), w) for w in (3, 1, 9)]
     hold(answer, cases, _window, variants(_window, mistakes))

@@ -52,9 +52,7 @@ def _blocks(ranks, latency, size, bandwidth, fewer=2, power=0.5):
 @exercise("ex-ranks-blocks", "derive")
 def blocks(answer):
     mistakes = {
-        "The root is missing: two terms are to be equal, and one has blocks where the other has 1 / blocks.": dict(
-            power=1.0
-        ),
+        "The root is missing: two terms must be equal, and one has blocks, the other 1 / blocks.": dict(power=1.0),
         "The time of the bytes over one border does not change with the blocks: ranks - 2 are left.": dict(fewer=1),
         "Only ranks - 2 of the borders' times have 1 / blocks in them.": dict(fewer=0),
         "Turned round: expensive messages ask for fewer blocks, more bytes for more.": dict(power=-0.5),

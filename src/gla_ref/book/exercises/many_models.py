@@ -28,9 +28,7 @@ def _factor(g, omega):
 @exercise("ex-models-turn", "derive")
 def turn(answer):
     mistakes = {
-        "Angles add up first: take the cosine of their sum, not of each angle.": lambda g, w: (
-            g.exp() * w.cos()
-        ).prod(),
+        "Angles add up first: take the cosine of their sum, not of each one.": lambda g, w: (g.exp() * w.cos()).prod(),
         "That is the size. The real part has the cosine of the angle as well.": lambda g, w: g.sum().exp(),
         "The sine is the imaginary part.": lambda g, w: g.sum().exp() * w.sum().sin(),
         "Sizes are multiplied: their logarithms add.": lambda g, w: g.exp().sum() * w.sum().cos(),

@@ -51,9 +51,7 @@ def divide(answer):
         "The newcomer is taken relative to the old maximum; both terms need the new one.": (
             lambda m, m_new, x: ((m - m_new).exp(), (x - m).exp())
         ),
-        "The newcomer counts as 1 only when it is the largest: in general as e^(x - m_new).": (
-            lambda *x: (right(*x)[0], 1.0)
-        ),
+        "The newcomer counts as 1 only if it is the largest: else as e^(x - m_new).": (lambda *x: (right(*x)[0], 1.0)),
     }
     old, new, x = (torch.tensor(n, dtype=torch.float64) for n in (1.5, 2.25, 0.5))
     cases = [(old, new, new), (new, new, x), (old, old, -x), (-torch.inf * new, x, x)]
@@ -80,9 +78,7 @@ def lse(answer):
             lambda L1, o1, L2, o2: (torch.logaddexp(L1, L2), o1 + o2)
         ),
         "Logarithms of sums do not add: L = ln(e^L1 + e^L2).": lambda *x: (x[0] + x[2], right(*x)[1]),
-        "The maximum is not enough: L = ln(e^L1 + e^L2) is larger than both.": (
-            lambda *x: (torch.maximum(x[0], x[2]), right(*x)[1])
-        ),
+        "The maximum is too small: L = ln(e^L1 + e^L2).": (lambda *x: (torch.maximum(x[0], x[2]), right(*x)[1])),
         "The shares are exchanged: o1 has the share e^(L1 - L).": lambda L1, o1, L2, o2: right(L1, o2, L2, o1),
         "Right on paper, but e^1000 overflows: exponentiate differences such as L1 - L only.": unsafe,
         "L is right, but in the shares e^1000 overflows: exponentiate differences such as L1 - L only.": (

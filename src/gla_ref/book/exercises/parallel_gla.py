@@ -57,15 +57,9 @@ def anchor(answer):
         "The mask is a factor: infinity times 0 is NaN. Select instead, with tril or where.": dict(
             cut=lambda P: P * torch.ones_like(P).tril()
         ),
-        "That is the ratio form, c = 1: exp(-b) overflows. Subtract r from every exponent.": dict(
-            at=lambda b: 0 * b[-1]
-        ),
-        "The whole total is subtracted: q's exponents, b - b_T, are now as large as k's were.": dict(
-            at=lambda b: b[-1]
-        ),
-        "r is b at the middle token; half of the decay need not have happened by then.": dict(
-            at=lambda b: b[len(b) // 2]
-        ),
+        "That is the ratio, c = 1: exp(-b) overflows. Subtract r from every exponent.": dict(at=lambda b: 0 * b[-1]),
+        "The total is subtracted: q's exponents, b - b_T, are now as large as k's were.": dict(at=lambda b: b[-1]),
+        "r is b at the middle token; half of the decay need not be over by then.": dict(at=lambda b: b[len(b) // 2]),
         "r is the same for all channels: each needs half of its own total.": dict(at=lambda b: b[-1].mean() / 2),
     }
     q, k, v, noise = draw(3, (16, 3), (16, 3), (16, 4), (16, 3))
@@ -86,13 +80,9 @@ def final(answer):
     mistakes = {
         "No decay: every write is added at full strength.": dict(by=torch.zeros_like),
         "Each write is decayed by its own gate as well: the sum begins after token j.": dict(by=reverse_sum),
-        "The sums run from the start; a write still has to pass the gates that come after it.": dict(
-            by=decay_from_start
-        ),
+        "The sums run from the start; a write still has to pass the gates after it.": dict(by=decay_from_start),
         "b_T - b_j is a difference: after a reset it is -inf - (-inf), NaN.": dict(by=lambda g: g.sum(0) - g.cumsum(0)),
-        "roll brings the first token's gate round to the last: token T must get 0.": dict(
-            by=lambda g: reverse_sum(g.roll(-1, 0))
-        ),
+        "roll brings the first gate round to the end: it must be 0.": dict(by=lambda g: reverse_sum(g.roll(-1, 0))),
     }
     k, v, noise = draw(4, (9, 3), (9, 4), (9, 3))
     mild = F.logsigmoid(noise)

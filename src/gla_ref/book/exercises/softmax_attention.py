@@ -29,10 +29,7 @@ predict(
     [
         ([1, 1, 1, 1], "That is the sum before the mask: part of it went to the future."),
         ([7 / 8, 1 / 2, 3 / 8, 0], "That is what was thrown away. What is left?"),
-        (
-            [0, 1 / 6, 1 / 4, 1 / 2],
-            "The diagonal stays: a token reads itself, so only what lies above it is set to zero.",
-        ),
+        ([0, 1 / 6, 1 / 4, 1 / 2], "The diagonal stays: a token reads itself, so only what is above is set to zero."),
         ([1, 3, 5, 12], "These are sums of exponentials: divide by the sum over all four keys."),
     ],
     "Exponentiate the scores of a query against all four keys, and add up the share of those that it may read.",

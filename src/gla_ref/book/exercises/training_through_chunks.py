@@ -35,9 +35,7 @@ def flip(answer):
         "The results are not turned back: their first row belongs to the last token.": dict(back=False),
         "The inputs are not turned round, only the results.": dict(into=False),
         "dk and dv are exchanged.": lambda *x: right(*x)[::-1],
-        "q and do have changed places: dk has the keys do and the values q, dv has the keys q and the values do.": dict(
-            swap=True
-        ),
+        "q and do are exchanged: dk has the keys do and values q, dv the keys q and values do.": dict(swap=True),
     }
     cases = [(walk, *draw(T, (T, 3), (T, 3), (T, V), (T, V))) for T, V in ((6, 3), (7, 2), (1, 2))]
     hold(answer, cases, right, variants(turned, mistakes), {"dk": "T K", "dv": "T V"})
@@ -48,9 +46,7 @@ def scale(answer):
     """ds = sum(do * o) / s."""
     mistakes = {
         "o contains the scale already: divide by it.": lambda o, do, s: (o * do).sum(),
-        "Multiplied where it must be divided: o = s * y, and y does not depend on s.": (
-            lambda o, do, s: (o * do).sum() * s
-        ),
+        "Multiplied, not divided: o = s * y, and y does not depend on s.": (lambda o, do, s: (o * do).sum() * s),
         "One s for all outputs: add up over the channels, too.": lambda o, do, s: (o * do).sum(0) / s,
         "One s for all outputs: add up over the tokens, too.": lambda o, do, s: (o * do).sum(1) / s,
         "o is missing: how much an output grows with s depends on how large it is.": lambda o, do, s: do.sum() / s,

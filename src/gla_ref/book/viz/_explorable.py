@@ -182,9 +182,7 @@ class Explorable:
 def _control(control: Choice | Slider, i: int) -> str:
     label, values = escape(control.label), [escape(str(value)) for value in control.values]
     if isinstance(control, Choice):
-        options = "".join(
-            f'<option value="{n}"{" selected" * (n == i)}>{value}</option>' for n, value in enumerate(values)
-        )
+        options = "".join(f'<option value="{n}"{" selected" * (n == i)}>{x}</option>' for n, x in enumerate(values))
         return f'<label>{label} <select autocomplete="off">{options}</select></label>'
     return (
         f'<label>{label} <b aria-hidden="true">{values[i]}</b> <input type="range" min="0" step="1" '
@@ -256,15 +254,6 @@ def script(*names: str) -> str:
 
 
 COLOURS = "white grey orange pink blue vermilion green sky pale-blue pale-red pale-grey".split()
+COLOUR = ".explorable .{0} {{ fill: var(--{0}) }} .explorable .line-{0} {{ stroke: var(--{0}) }}"
 #: of all figures that can be moved
-STYLE = (
-    (HERE / "explorable.css")
-    .read_text()
-    .replace(
-        "%COLOURS%",
-        "\n".join(
-            f".explorable .{name} {{ fill: var(--{name}) }} .explorable .line-{name} {{ stroke: var(--{name}) }}"
-            for name in COLOURS
-        ),
-    )
-)
+STYLE = (HERE / "explorable.css").read_text().replace("%COLOURS%", "\n".join(map(COLOUR.format, COLOURS)))

@@ -1,10 +1,9 @@
 """Pieces of a picture, as SVG; a colour is a class, so that it can follow the page's theme (chapter 2).
 
-Fills: white, grey, orange, pink, blue, vermilion, green, sky (Okabe and Ito; as in book/style.mplstyle), and
-the pale ones pale-blue, pale-red, pale-grey for tiles with numbers in them. Strokes: the same names
-with ``line-`` before them; ``line`` is the page's ink, ``edge`` a thin outline of it. Text follows
-the page's ink. On a fill, dark in all themes: ``on`` text, ``ink`` and ``hollow`` shapes; blue, vermilion and
-green are too dark for text.
+Fills: white, grey, orange, pink, blue, vermilion, green, sky (Okabe and Ito; as in book/style.mplstyle), and the pale
+ones pale-blue, pale-red, pale-grey for tiles with numbers in them. Strokes: the same names with ``line-`` before them;
+``line`` is the page's ink, ``edge`` a thin outline of it. Text follows the page's ink. On a fill, dark in all themes:
+``on`` text, ``ink`` and ``hollow`` shapes; blue, vermilion and green are too dark for text.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Where to anchor the decay of a chunk: the factors on q and k, and the formats that hold them (chapter 12)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The front page: cards of chapters 1 to 25, with a question and a small picture each, and paths through them."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ This is a model: each job lasts as long as in a measurement in which the other r
 that roles at work slow each other down.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ... import results
@@ -155,11 +153,10 @@ def delta_roles() -> Explorable:
     return Explorable(
         title="Six chunks of one value head",
         notice="A model: each job lasts as long as it did on an H200 with the other jobs taken away, a load "
-        f"{ALONE['load']} µs, a solve {ALONE['solve']} and a walk {ALONE['walk']}. Numbers are chunks, "
-        "rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In "
-        "the sequential schedule the same warps do the jobs of the last two rows. The number of value heads matters to "
-        "the two kernels only: "
-        f"all multiprocessors solve first, so more heads mean a longer wait. There a solve takes {FIRST} µs of one "
+        f"{ALONE['load']} µs, a solve {ALONE['solve']} and a walk {ALONE['walk']}. Numbers are chunks, rows are jobs. "
+        "There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In the sequential schedule the "
+        "same warps do the jobs of the last two rows. The number of value heads matters to the two kernels only: all "
+        f"multiprocessors solve first, so more heads mean a longer wait. There a solve takes {FIRST} µs of one "
         f"multiprocessor, and a walk {WALK[32]} µs with few heads or {WALK[64]} with many.",
         alt="Three rows over time, for loads, solves and walks, with numbered bars for the chunks and marks every "
         "10 microseconds. Bars to the right of the line of the present are pale; at first only loads are there.",

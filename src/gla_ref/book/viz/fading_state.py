@@ -1,7 +1,5 @@
 """A state that forgets, row by row: four kinds of gate under the same writes (chapter 9)."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -102,9 +100,7 @@ def _frame(kind: str, t: int, S: Tensor, alpha: Tensor) -> Frame:
             pieces.append(rect(GATES, y, 40 * alpha[t - 1, row].item(), CELL - 12, "grey"))
     pieces += _squares(S, HELD) + _squares(wanted(t), RIGHT)
     if not t:
-        return Frame(
-            pieces, f"Gate: {kind}. The state is empty. Three lasting facts come first, then topics A, B and C."
-        )
+        return Frame(pieces, f"Gate: {kind}. The state is empty. Three lasting facts come, then topics A, B and C.")
     y = _y(ROWS[t - 1])
     pieces.append(
         path([(HELD, y), (HELD + 4 * CELL, y), (HELD + 4 * CELL, y + CELL), (HELD, y + CELL)], "line", closed=True)

@@ -1,7 +1,5 @@
 """The pairs of tokens in a gate's gradient, and the pairs that it adds and takes away again (chapter 15)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -85,12 +83,7 @@ def _blocks(way: str, C: int, t: int) -> list[str]:
             blocks.append(("orange", words, later, inside))
     else:
         blocks = [
-            (
-                "blue",
-                "Inside the chunk: a token before the gate writes, one at the gate or later reads.",
-                inside,
-                written,
-            ),
+            ("blue", "Inside the chunk: a token before the gate writes, one at it or later reads.", inside, written),
             ("sky", "From the state before the chunk to a token of the chunk.", inside, before),
             ("green", "From a token of the chunk to one after it, through the state.", later, written),
             ("grey", "From the state before the chunk to the one after it.", later, before),
@@ -123,9 +116,7 @@ def _map() -> list[str]:
     for t in range(T):
         pieces.append(rect(X + SIZE * t, Y + SIZE * t, SIZE, SIZE, "edge"))
         mark = text(X + SIZE * (t + 0.5), Y + SIZE * (t + 0.5), t + 1)
-        pieces.append(
-            part(f"Token {t + 1} with itself: past no gate. Touch it to choose its gate.", mark, choose={2: t})
-        )
+        pieces.append(part(f"Token {t + 1} with itself: past no gate. Touch to choose its gate.", mark, choose={2: t}))
     pieces.append(text(X + SIZE * 5.4, Y + 9, "a row: the token that reads", "start"))
     pieces.append(text(X + SIZE * 5.4, Y + 29, "a column: the one that wrote", "start"))
     return ["".join(pieces)]

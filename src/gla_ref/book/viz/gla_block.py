@@ -1,7 +1,5 @@
 """A GLA layer, part by part: projections, gate, recurrence, norm, output gate, and the way back (chapter 17)."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -97,10 +95,7 @@ def gla_block() -> Explorable:
         alt="A flow chart. A token's row passes a norm and branches into queries, keys, values, a forget gate through "
         "two thin matrices, and an output gate. The first four enter the recurrence; what it reads is normalised, "
         "multiplied by the output gate, multiplied by a last matrix and added to the row.",
-        controls=(
-            Choice("Short convolution", ("no", "yes")),
-            Slider("Part", ["all", *map(str, range(1, 1 + len(PARTS)))]),
-        ),
+        controls=(Choice("Short convolution", ("no", "yes")), Slider("Part", ["all", *range(1, 1 + len(PARTS))])),
         frames=frames,
         height=HEIGHT,
         start=(0, 0),

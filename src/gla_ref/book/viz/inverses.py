@@ -1,7 +1,5 @@
 """Four ways to invert a triangle, in six precisions, on keys that are more or less alike (chapter 21)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The place where two tokens of a chunk meet: the border of the smallest block that holds both (chapter 12)."""
 
-from __future__ import annotations
-
 from ._explorable import Explorable, Frame, Key, Question, Slider
 from ._svg import arrow, circle, part, path, rect, text
 

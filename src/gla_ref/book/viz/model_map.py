@@ -1,7 +1,5 @@
 """One story for every gate and both ways to write: the right memories at the end, and their models (chapter 18)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """One chunk of the GLA kernel, step by step: the tiles that a step reads and makes, and its costs (chapter 13)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

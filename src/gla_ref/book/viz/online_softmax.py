@@ -95,8 +95,7 @@ def _walk(x: Tensor, v: Tensor, b: int) -> list[Frame]:
 def _frame(x, kept, tiles, said, added=True) -> Frame:
     """One picture: bars and staircase of the tiles (keys, m) read so far, and the boxes of `kept`.
 
-    The last tile's own bars stand only when it is `added`; dashed bars are
-    relative to the m that is kept.
+    The last tile's own bars stand only when it is `added`; dashed bars are relative to the m that is kept.
     """
     keys, m = tiles[-1] if tiles else (range(0), kept[0])
     pieces = [rect(_column(keys.start), 24, COLUMN * len(keys), BASE - 24, "orange faint")]

@@ -1,7 +1,5 @@
 """A memory that adds and one that corrects, under two keys that resemble each other (chapter 20)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """A state to play with: write tokens, drag gates, read (the front page, chapters 5, 9 and 11)."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The numbers of a vector that a program owns: block, offsets, mask (chapter 4)."""
 
-from __future__ import annotations
-
 import torch
 
 from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider

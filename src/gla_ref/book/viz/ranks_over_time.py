@@ -3,8 +3,6 @@
 The times come from the model in :mod:`gla_ref.book.scaling`, not from measurements.
 """
 
-from __future__ import annotations
-
 from ..scaling import Task, schedule
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._svg import part, path, played, rect, text

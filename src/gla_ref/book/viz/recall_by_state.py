@@ -1,7 +1,5 @@
 """Recall against the size of the state, mixer by mixer, as measured on a CPU (chapter 19)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean

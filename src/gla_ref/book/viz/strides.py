@@ -1,7 +1,5 @@
 """The places of a tile's numbers in memory: rows, columns, strides, offsets (chapter 4)."""
 
-from __future__ import annotations
-
 import torch
 
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider

@@ -4,8 +4,6 @@ This is a model of peak rates, not a measurement: each unit moves, exponentiates
 peak speed. The model leaves out other arithmetic and waits for latencies.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider

@@ -1,7 +1,5 @@
 """Ada's row and today's row under four rules: which memory can fade the one and replace the other (chapter 24)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The walks back: the tiles that a gradient needs, and the chunks in the two states meanwhile (chapter 8)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

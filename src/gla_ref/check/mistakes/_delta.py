@@ -1,7 +1,5 @@
 """Mistakes of delta rules: the triangle and its inverse, what a key finds, value heads (chapters 20 and 21)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

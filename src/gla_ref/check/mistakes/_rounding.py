@@ -1,7 +1,5 @@
 """Mistakes that are right on paper: what float32 and less do to them is wrong (chapters 10, 11 and 12)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -3,8 +3,6 @@
 A bug that lies in a step of a chunk is its own name: a diagnosis compares with this kernel, in chunks of any length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Mistakes of mechanisms with a state: reads, writes, decays, chunks, packs, gradients (chapters 5 to 15)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from math import log

@@ -5,8 +5,6 @@
 runs every room: its kernel must pass the ordinary test that hid the bug, fail the kit, and be named by the diagnosis.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,17 +64,14 @@ def error_map(room: Room) -> dict:
     case = next(it for it in cases(mechanism) if it.name == room.shown[0])
     exact = evaluate(kind.exact, kind, inputs(mechanism, case, torch.float32, seed=0), case)[name]
     error = (quantities(room.fn, mechanism, case)[name] - exact).abs() / exact.square().mean().sqrt()
-    if "T" in kind.axes(name):
+    of_tokens = "T" in kind.axes(name)
+    if of_tokens:
         plane = error.amax(0).flatten(1).T
     else:
         plane = error.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
     digits = (2 * (plane.clamp_min(1e-4).log10() + 4)).ceil().clamp_max(9)
     rows = ["".join("x" if d != d else str(int(d)) for d in row) for row in digits.tolist()]
-    return {
-        "heads": exact.shape[kind.head_axis(name)],
-        "sequences": 0 if "T" in kind.axes(name) else len(error),
-        "rows": rows,
-    }
+    return {"heads": exact.shape[kind.head_axis(name)], "sequences": 0 if of_tokens else len(error), "rows": rows}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Each room: a bug, the test that it passed, and the cases that catch it (appendix "Bugs that shipped")."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
