@@ -37,16 +37,8 @@ LADDER = (
     "many resets",
 )
 CORRELATIONS, STRENGTHS = (0.0, 0.9, 0.99, 1.0), (0.0, 1.0, 2.0)  # keys of the delta rules; their write strengths
-SMALL_MODEL = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_heads": 2,
-    "gate_rank": 4,
-    "tau": 1.0,
-    "intermediate_size": 24,
-    "initializer_range": 0.3,
-}
+SMALL_MODEL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "gate_rank": 4}
+SMALL_MODEL |= {"tau": 1.0, "intermediate_size": 24, "initializer_range": 0.3}
 SWITCH = -80.0  # total decay of a chunk at which a kernel changes from one product to two levels
 
 
@@ -143,12 +135,18 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 def options(form: str, C: int = 16, c: int = 4) -> dict[str, int]:
     """Lengths of chunks or blocks for the forms that have them."""
-    of_form = {
-        "chunkwise": {"C": C},
-        "chunkwise_two_level": {"C": C, "c": c},
-        "flash": {"block_q": c, "block_k": c - 1},
-    }
-    return of_form.get(form, {})
+    of_form = {"chunkwise": {"C": C}, "chunkwise_two_level": {"C": C, "c": c}}
+    return (of_form | {"flash": {"block_q": c, "block_k": c - 1}}).get(form, {})
+
+
+def with_o(form, change):
+    """A form whose o is changed."""
+
+    def fn(*tokens, **named):
+        o, S = form(*tokens, **named)
+        return change(o), S
+
+    return fn
 
 
 def autograd_gradients(mechanism, form, args, named, do, dS, **extra):

@@ -94,9 +94,8 @@ def test_a_use_before_the_roles_is_not_one_by_a_role():
     early = "ttng.wait_barrier %outer_0, %c0 : !BAR\n    ttng.wait_barrier %outer_1, %c0 : !BAR"
     assert barriers.unkept(program(*USES, captures=False, BEFORE=early)) == unused(0, 1)
     over = early + "\n    ttng.inval_barrier %outer_0 : !BAR\n    ttng.inval_barrier %outer_1 : !BAR"
-    assert (
-        barriers.unkept(program(*USES, "inval_", captures=False, BEFORE=over)) == []
-    )  # and then invalidated: rightly another's
+    # and then invalidated: rightly another's
+    assert barriers.unkept(program(*USES, "inval_", captures=False, BEFORE=over)) == []
 
 
 def test_a_barrier_is_invalidated_slot_by_slot():
@@ -153,12 +152,5 @@ def test_a_kernel_with_a_barrier_that_nobody_uses_is_refused(tmp_path):
 
 @pytest.mark.deep
 def test_the_kernels_for_hopper_pass():
-    cases = [
-        "gla hopper",
-        "gla hopper float32 gates",
-        "gla hopper frozen gates",
-        "gla hopper page",
-        "gla hopper plain",
-        "delta hopper page",
-    ]
-    in_process("tools/compile_kernels.py", *cases, "--arch", "90")
+    cases = [f"gla hopper{which}" for which in ("", " float32 gates", " frozen gates", " page", " plain")]
+    in_process("tools/compile_kernels.py", *cases, "delta hopper page", "--arch", "90")

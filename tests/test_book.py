@@ -35,11 +35,8 @@ from gla_ref.book.notebook import chapters
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "_build" / "html"
 CHAPTERS = chapters(ROOT / "book")
-MODULES = sorted(
-    path
-    for path in (ROOT / "src" / "gla_ref").rglob("*.py")
-    if not any(part.startswith("_") for part in path.relative_to(ROOT).parts)
-)
+FILES = sorted((ROOT / "src" / "gla_ref").rglob("*.py"))
+MODULES = [path for path in FILES if not any(part.startswith("_") for part in path.relative_to(ROOT).parts)]
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -114,10 +111,8 @@ def test_first_cell_gets_the_package(tmp_path, monkeypatch):
     (tmp_path / "gla_ref-1.0-py3-none-any.whl").touch()
     with pytest.raises(RuntimeError):
         run_cell("https://book.example/x.whl")
-    assert asked == [
-        "gla_ref[notebook] @ https://book.example/x.whl",
-        f"gla_ref[notebook] @ {tmp_path.as_uri()}/gla_ref-1.0-py3-none-any.whl",
-    ]
+    places = "https://book.example/x.whl", f"{tmp_path.as_uri()}/gla_ref-1.0-py3-none-any.whl"
+    assert asked == [f"gla_ref[notebook] @ {place}" for place in places]
     found |= {"gla_ref": True, "matplotlib": True}
     run_cell("")
     assert len(asked) == 2
@@ -146,9 +141,8 @@ def test_buttons_need_a_repository():
     gla_book.use_repository(None, known)
     assert known.html_theme_options["use_edit_page_button"]
     assert known.html_theme_options["launch_buttons"] == {"colab_url": gla_book.COLAB}
-    assert gla_book.colab_url("https://github.com/o/r/", "main", "01_x.ipynb") == (
-        "https://colab.research.google.com/github/o/r/blob/main/notebooks/01_x.ipynb"
-    )
+    there = "https://colab.research.google.com/github/o/r/blob/main/notebooks/01_x.ipynb"
+    assert gla_book.colab_url("https://github.com/o/r/", "main", "01_x.ipynb") == there
 
 
 def squeezed(code: str) -> str:
@@ -204,6 +198,9 @@ def test_api_page_lists_every_module():
     assert names == set(listed) - packages
 
 
+LOCAL = ast.FunctionDef | ast.ClassDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
 def scopes(tree: ast.Module) -> tuple[set[str], set[str]]:
     """(the names that a cell binds for later cells, the names that it uses and does not bind)."""
     bound, inside, used = set(), set(), set()
@@ -211,11 +208,10 @@ def scopes(tree: ast.Module) -> tuple[set[str], set[str]]:
     while pending:
         node, top = pending.pop()
         names = []
-        if isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Load):
-                used.add(node.id)
-            else:
-                names = [node.id]
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            used.add(node.id)
+        elif isinstance(node, ast.Name):
+            names = [node.id]
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             names = [node.name]
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -223,11 +219,7 @@ def scopes(tree: ast.Module) -> tuple[set[str], set[str]]:
         elif isinstance(node, ast.arg):
             inside.add(node.arg)
         (bound if top else inside).update(names)
-        local = isinstance(
-            node,
-            ast.FunctionDef | ast.ClassDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp,
-        )
-        pending += [(child, top and not local) for child in ast.iter_child_nodes(node)]
+        pending += [(child, top and not isinstance(node, LOCAL)) for child in ast.iter_child_nodes(node)]
     return bound, used - bound - inside
 
 
@@ -250,10 +242,8 @@ def unexplained(cells: list[tuple[list[str], str]]) -> dict[str, int]:
 def test_unexplained_names_are_found():
     cells = [(["remove-cell"], "a = b = c = 1"), ([], "a = 2\ndef f(c):\n    return c"), (["hide-input"], "f(a) + b")]
     assert unexplained(cells) == {"b": 2}
-    assert (
-        unexplained([(["hide-input"], "import x"), (["remove-input"], "y = [z for z in x]"), ([], "[y for y in x]")])
-        == {}
-    )
+    own = [(["hide-input"], "import x"), (["remove-input"], "y = [z for z in x]"), ([], "[y for y in x]")]
+    assert unexplained(own) == {}
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
@@ -404,9 +394,8 @@ def test_minutes_of_several_pages_are_added_up():
     minutes = {"a": 80, "b": 45, "c": 25}
     body = '<small data-page="a"></small> <small data-page="a b"></small> <span data-hours="a b c">some</span> '
     body += "<small></small>"
-    assert gla_minutes.fill(body, minutes) == (
-        "<small>80 min</small> <small>125 min</small> <span>2½ hours</span> <small></small>"
-    )
+    filled = "<small>80 min</small> <small>125 min</small> <span>2½ hours</span> <small></small>"
+    assert gla_minutes.fill(body, minutes) == filled
     with pytest.raises(KeyError):
         gla_minutes.fill('<small data-page="a d"></small>', minutes)
     said = {gla_minutes.hours(n) for n in (5, 40)} | {gla_minutes.hours(n) for n in (60, 90, 365)}
@@ -512,9 +501,8 @@ def test_figures_have_alternative_text(site, page):
 def test_numbers_agree_between_site_and_notebook(site, chapter):
     page = soup(site / "book" / f"{chapter}.html")
     on_page = [tag.text.strip("()#\n ") for tag in page.select("article .eqno")]
-    in_notebook = [
-        number for cell in notebook(chapter).cells for number in re.findall(r"\\tag\{([\d.a-z]+)\}", cell.source)
-    ]
+    source = "\n".join(cell.source for cell in notebook(chapter).cells)
+    in_notebook = re.findall(r"\\tag\{([\d.a-z]+)\}", source)
     assert on_page == in_notebook
     assert {number.split(".")[0] for number in on_page} <= {CHAPTERS[chapter]}
     assert page.select_one("article h1").text.startswith(f"{CHAPTERS[chapter]}. ")

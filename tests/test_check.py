@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import BREAK, DELTA, thin
+from cases import BREAK, DELTA, thin, with_o
 from right_kernels import kernels
 
 from gla_ref import FORMS, check, gla
@@ -26,7 +26,6 @@ from gla_ref.check.oracle import evaluate
 
 F32, BF16 = torch.float32, torch.bfloat16
 GATED = FORMS["gla"]["chunkwise"]
-
 
 QUICK = [  # a few cases of a form each; all are below
     ("softmax_attention", "flash", ("length 65", "packed", "strided", "steep*")),
@@ -46,17 +45,13 @@ def test_right_forms_pass(mechanism, form, only):
 
 
 ALL = [(mechanism, dtype) for mechanism in MECHANISMS for dtype in (F32, BF16)]
-KINDS = "gate -1", "length 65", "*long"
-
-
+KINDS, RESETS_LONG = ("gate -1", "length 65", "*long"), ("gate many resets long", 1)
 KERNELS = [
     (m, dtype, name)
     for m, dtype in ALL
     for name in (("length 65",) if m in DELTA else KINDS)
     if any(fnmatch(case.name, name) for case in check.cases(m))  # attention has no gates
 ]
-
-
 FIRST = ("gla", F32, "gate -1"), ("kda", F32, "length 65")
 
 
@@ -69,9 +64,7 @@ def test_right_kernels_pass(mechanism, dtype, name):
             assert report.ok, (way, str(report))
 
 
-@pytest.mark.parametrize(
-    "only, cases", thin([("random ?", 10), ("gate many resets long", 1)], ("gate many resets long", 1))
-)
+@pytest.mark.parametrize("only, cases", thin([("random ?", 10), RESETS_LONG], RESETS_LONG))
 def test_a_right_form_passes_what_the_full_level_adds(only, cases):
     report = check.kernel("gla", GATED, level="full", only=only)
     report.raise_if_failed()
@@ -187,14 +180,13 @@ def test_a_failure_is_shrunk_to_lines_that_run(capsys, monkeypatch):
 
 @pytest.mark.deep
 def test_where_it_is_wrong():
-    def wrong(q, k, v, g, **named):
-        o, S = GATED(q, k, v, g, **named)
+    def change(o):
         o = o.clone()
         if o.shape[1] > 100:
             o[0, 110, 1, 4] += 1e-3
-        return o, S
+        return o
 
-    report = check.kernel("gla", wrong, only="packed")
+    report = check.kernel("gla", with_o(GATED, change), only="packed")
     (row,) = report.failures
     assert row.quantity == "o" and not report.diagnosis
     assert row.where == {"t": 110, "sequence": 4, "token": 70, "chunk": 1, "sub-chunk": 0, "head": 1, "channel": 4}
@@ -258,11 +250,6 @@ def test_a_mistake_that_would_show_where_the_kernel_passes_says_so():
     assert any("right with 150" in line for line in late.measured)
 
 
-def noisy(q, k, v, g, **named):
-    o, S = GATED(q, k, v, g, **named)
-    return o * (1 + 1e-7 * torch.rand_like(o)), S
-
-
 def writing(q, k, v, g, **named):
     result = GATED(q, k, v, g, **named)
     k.data.mul_(2)
@@ -280,11 +267,6 @@ def raising(q, k, v, g, **named):
     return GATED(q, k, v, g, **named)
 
 
-def uninitialised(q, k, v, g, **named):
-    o, S = GATED(q, k, v, g, **named)
-    return o + 0 * torch.empty_like(o), S
-
-
 @pytest.mark.parametrize(
     "fn, kind, cases",
     [
@@ -293,17 +275,16 @@ def uninitialised(q, k, v, g, **named):
         (lambda *x, **named: (GATED(*x, **named)[0].double(), None), "dtype", 3),
         (lambda *x, **named: (GATED(*x, **named)[0].to("meta"), None), "device", 3),
         (lambda *x, **named: "o", "type", 3),
-        (noisy, "differs", 3),
+        (with_o(GATED, lambda o: o * (1 + 1e-7 * torch.rand_like(o))), "differs", 3),
         (writing, "modified", 3),
         (sleeping, "hangs", 1),
         (lambda *x, **named: raising(*x, **named), "raises", 1),  # not called again in a process of its own
-        (uninitialised, "not finite", 3),
+        (with_o(GATED, lambda o: o + 0 * torch.empty_like(o)), "not finite", 3),
     ],
 )
 def test_bad_manners_are_findings_and_the_other_cases_run(fn, kind, cases):
-    report = check.kernel(
-        "gla", fn, only=["length 1", "length 7", "length 64"], time_limit=4.0 if fn is sleeping else 30.0
-    )
+    limit = 4.0 if fn is sleeping else 30.0
+    report = check.kernel("gla", fn, only=["length 1", "length 7", "length 64"], time_limit=limit)
     found = [row for row in report.failures if row.kind == kind]
     assert len({row.case for row in found}) == cases and not report.ok
     assert len({row.case for row in report.rows}) == 3
@@ -431,11 +412,7 @@ def test_a_kernel_that_refuses_gradients_is_checked_without():
 @pytest.mark.deep
 def test_a_small_error_is_not_blamed_on_a_mistake_that_does_not_show():
     """One percent, near the budgets of bf16: mistakes that are as near to what is right explain nothing."""
-
-    def larger(*args, **options):
-        o, S = GATED(*args, **options)
-        return (1.01 * o.float()).to(o.dtype), S
-
+    larger = with_o(GATED, lambda o: (1.01 * o.float()).to(o.dtype))
     report = check.kernel("gla", larger, dtype=BF16, only="s*")
     assert not report.ok and not report.diagnosis
 
@@ -469,11 +446,7 @@ def test_wrong_options_are_named(options, message):
 
 
 def test_json_has_its_schema():
-    def wrong(q, k, v, g, **named):
-        o, S = GATED(q, k, v, g, **named)
-        return o / 0, S
-
-    report = check.kernel("gla", wrong, only="length 65")
+    report = check.kernel("gla", with_o(GATED, lambda o: o / 0), only="length 65")
     assert not report.reproduction  # of the full level only
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     names = "schema ok verdict settings ladder made left skipped cases rows common diagnosis next not_covered alone"

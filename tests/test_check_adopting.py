@@ -162,8 +162,7 @@ def test_a_failure_is_shrunk_within_the_claim():
 # -- exceptions --------------------------------------------------------------------------------
 def halved(q, k, v, g, **named):
     """dg is half of what it should be."""
-    g = 0.5 * g + 0.5 * g.detach()
-    return GATED(q, k, v, g, **named)
+    return GATED(q, k, v, 0.5 * g + 0.5 * g.detach(), **named)
 
 
 @pytest.mark.deep
@@ -171,11 +170,9 @@ def test_what_is_waived_does_not_count_and_stays_visible():
     reason = "issue 7: the sum over later tokens"
     report = check.kernel("gla", halved, only="length [17]", waive={"dg": reason})
     assert report.ok and report.verdict == "right, but for waivers"
-    for text in (str(report), report._repr_html_()):
-        worst = max(report.waived["dg", reason], key=lambda row: row.ratio)
-        assert f"Waived: dg in 2 cases, worst {worst.ratio:.3g} budgets in {worst.case}: issue 7" in " ".join(
-            text.split()
-        )
+    worst = max(report.waived["dg", reason], key=lambda row: row.ratio)
+    said = f"Waived: dg in 2 cases, worst {worst.ratio:.3g} budgets in {worst.case}: issue 7"
+    assert all(said in " ".join(text.split()) for text in (str(report), report._repr_html_()))
     assert not check.kernel("gla", halved, only="length [17]", waive={"dq": reason}).ok
     report = check.kernel("gla", halved, only="length [17]", waive={"dg@length 7": reason})
     assert report.failing == ["length 1"] and {row.case for row in report.rows if row.waived} == {"length 7"}
@@ -270,9 +267,8 @@ def test_annotations_of_calls_and_waivers():
         raise RuntimeError("100 % wrong\nreally")
 
     (line,) = annotations(check.kernel("gla", raising, only="length 7"), ("a,b.py", 3))
-    assert line.startswith(
-        "::error file=a%2Cb.py,line=3,title=gla%3A raises%2C call of case length 7::RuntimeError: 100 %25"
-    )
+    place = "::error file=a%2Cb.py,line=3,title=gla%3A raises%2C call of case length 7::"
+    assert line.startswith(f"{place}RuntimeError: 100 %25")
     (line,) = annotations(check.kernel("gla", halved, only="length 7", waive={"dg": "known"}), None)
     assert line == "::warning title=gla%3A dg waived::known (1 of 1 cases)"
     (line,) = annotations(check.kernel("gla", only_64, only="packed strided"), None)
@@ -425,9 +421,8 @@ def test_the_wheel_brings_the_plugin(tmp_path):
     (project / "own.py").write_text(MODULE)
     (project / "test_adopted.py").write_text(TESTS)
     command = [python, "-m", "pytest", "-n", "2", "-rA", "--gla-ref-github", "--junitxml=out.xml"]
-    done = subprocess.run(
-        command, cwd=project, env=env | {"COLUMNS": "80"}, capture_output=True, text=True, timeout=600
-    )
+    env["COLUMNS"] = "80"
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=600)
     assert "::error file=own.py,line=5," in done.stdout, done.stdout + done.stderr
     assert "PASSED test_adopted.py::test_half[length_64]" in done.stdout and "2 failed" in done.stdout  # one strictly
     assert (project / "out.xml").exists() and done.returncode == 1

@@ -1,16 +1,16 @@
 """Mistakes of a right form that show only in some sizes, strides or ways of being called; all are caught."""
 
 import functools
+import itertools
 import random
 import re
 from fnmatch import fnmatch
-from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import thin
+from cases import thin, with_o
 
 from gla_ref import FORMS, check
 from gla_ref.check import Case, mistakes
@@ -37,7 +37,7 @@ KINDS = {  # calls that a kernel may treat apart
     "one token with a scale": lambda c: c.T == 1 and c.scale is not None,
     "one token without a state": lambda c: c.T == 1 and not c.state,
     "a scale without a state": lambda c: c.scale is not None and not c.state,
-    "whole chunks in a pack": lambda c: any(b - a == 64 for a, b in pairwise(c.ends or ())),
+    "whole chunks in a pack": lambda c: any(b - a == 64 for a, b in itertools.pairwise(c.ends or ())),
     "more sequences than a warp has lanes": lambda c: len(c.ends or ()) > 33,
     "more packed states than a block has": lambda c: c.H > 1 and (len(c.ends or (0,)) - 1) * c.H > 64,
     "heads that a block of 64 does not hold": lambda c: c.H > 64 and c.H % 4,
@@ -95,10 +95,9 @@ def in_order(x):
 
 def neighbours(x):
     """What a kernel reads that knows all strides but the last, and takes that for 1."""
-    last = torch.arange(x.shape[-1]) + sum(
-        torch.arange(n).view(-1, *[1] * (x.ndim - 1 - i)) * s
-        for i, (n, s) in enumerate(zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    )
+    last = torch.arange(x.shape[-1])
+    for i, (n, s) in enumerate(zip(x.shape[:-1], x.stride()[:-1], strict=True)):
+        last = last + torch.arange(n).view(-1, *[1] * (x.ndim - 1 - i)) * s
     whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return whole[(x.storage_offset() + last) % len(whole)].nan_to_num()
 
@@ -532,11 +531,7 @@ def test_a_kernel_that_refuses_a_second_backward_pass_is_not_covered_there():
             raise RuntimeError("called twice")
         return d
 
-    def fn(*tokens, **named):
-        o, S = LINEAR(*tokens, **named)
-        return Unlike.apply(o, torch.clone, once), S
-
-    report = check.kernel("linear_attention", fn, only="length 6?")
+    report = check.kernel("linear_attention", with_o(LINEAR, lambda o: pulled(o, once)), only="length 6?")
     assert report.ok and report.not_covered == {"second backward pass": 3}
 
 
@@ -550,12 +545,9 @@ def test_what_goes_wrong_in_one_way_only_says_in_which(way):
         return LINEAR(q, *tokens, **named)
 
     report = check.kernel("linear_attention", fn, only="frozen inputs")
-    said = {
-        "no_grad": "under torch.no_grad(): the function returned None",
-        "frozen": "where q requires no gradient: RuntimeError: q has no gradient",
-    }
-    row = report.failures[0]
-    assert row.message.startswith(said[way]) and not report.undiagnosed
+    said = {"no_grad": "under torch.no_grad(): the function returned None"}
+    said["frozen"] = "where q requires no gradient: RuntimeError: q has no gradient"
+    assert report.failures[0].message.startswith(said[way]) and not report.undiagnosed
 
 
 NO_STATE = [(m, only) for m in ("linear_attention", "softmax_attention") for only in ("length 65", "l*")]
@@ -572,13 +564,8 @@ def test_without_a_final_state_gradients_are_those_of_o(mechanism, only):
 
 
 def test_a_result_that_varies_is_not_blamed_on_a_way_of_calling():
-    calls = []
-
-    def fn(q, k, v, **named):
-        o, S = LINEAR(q, k, v, **named)
-        calls.append(0)
-        return (2 * o if len(calls) % 5 == 0 else o), S
-
+    calls = itertools.count(1)
+    fn = with_o(LINEAR, lambda o: 2 * o if next(calls) % 5 == 0 else o)
     report = check.kernel("linear_attention", fn, only="[ln]*[!g]")
     assert report.failures and {row.kind for row in report.failures} == {"differs"}, str(report)
     assert not report.first_wrong and not report.diagnosis
@@ -587,12 +574,7 @@ def test_a_result_that_varies_is_not_blamed_on_a_way_of_calling():
 def racing(share, seed):
     """A right form that is off by a thousandth in a share of its calls."""
     rng = random.Random(seed)
-
-    def fn(q, k, v, **named):
-        o, S = LINEAR(q, k, v, **named)
-        return (1.001 * o if rng.random() < share else o), S
-
-    return fn
+    return with_o(LINEAR, lambda o: 1.001 * o if rng.random() < share else o)
 
 
 def test_a_race_is_called_by_its_rate():
@@ -603,11 +585,7 @@ def test_a_race_is_called_by_its_rate():
 
 def test_what_a_way_of_calling_does_at_times_only_is_a_race():
     rng = random.Random(1)
-
-    def fn(q, k, v, **named):
-        o, S = LINEAR(q, k, v, **named)
-        return (2 * o if not torch.is_grad_enabled() and rng.random() < 0.5 else o), S
-
+    fn = with_o(LINEAR, lambda o: 2 * o if not torch.is_grad_enabled() and rng.random() < 0.5 else o)
     report = check.kernel("linear_attention", fn, only="length 6*")
     assert {row.kind for row in report.failures} == {"differs"}, str(report)
     assert re.search(r"wrong in \d of 5 calls under torch.no_grad", " ".join(str(report).split()))
@@ -673,10 +651,7 @@ def test_nan_lies_before_and_behind_every_tensor(strides):
 
 
 def test_a_shared_gradient_written_to_is_no_refusal():
-    def fn(q, k, v, **named):
-        o, S = LINEAR(q, k, v, **named)
-        return Unlike.apply(o, torch.clone, lambda d, passes: d.mul_(2) / 2), S
-
+    fn = with_o(LINEAR, lambda o: pulled(o, lambda d, passes: d.mul_(2) / 2))
     report = check.kernel("linear_attention", fn, only="expanded")
     assert [row.kind for row in report.failures] == ["modified"] and not report.not_covered
 

@@ -10,7 +10,7 @@ import fresh_kernels
 import pytest
 import right_kernels
 import torch
-from cases import thin
+from cases import thin, with_o
 
 from gla_ref import FORMS, check
 from gla_ref.check import Case, mistakes
@@ -179,12 +179,6 @@ def only_strided(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
     return (o if v.is_contiguous() else 1.01 * o), S
 
 
-def drifting(q, k, v, **named):
-    """Errors that grow from token to token, and have no bound."""
-    o, S = LINEAR(q, k, v, **named)
-    return o * (1 + 1e-7 * torch.arange(q.shape[1])[:, None, None] ** 1.5), S
-
-
 def scaled_twice(q, k, v, g, *, scale=None, **named):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, S = GATED(q, k, v, g, scale=scale, **named)
@@ -237,11 +231,9 @@ STATE, SUMS = "initial state ignored", "running sum of gates in bfloat16"
 STRICT, PAIRS = "mask strict instead of inclusive", "Gamma left out of the scores: pairs not decayed"
 BASE_2 = "state's decay from chunk to chunk in base 2"
 UNDECAYED, REST = "final state not decayed through the last chunk", "final state without the last partial chunk"
-RESET = "NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing"
-LOST = "dq left out"
+RESET, LOST = "NaN after a gate of -inf (-inf minus -inf) taken for a decay to nothing", "dq left out"
 GATES = ("length 64", "gate zero", "gate -1", "gate -20", "gate -inf", "gate many resets", "gate resets*")
-RESETS = ("gate -inf", "gate many resets", "gate resets at chunk ends")
-TWICE = "o with scale twice"
+RESETS, TWICE = ("gate -inf", "gate many resets", "gate resets at chunk ends"), "o with scale twice"
 LATER = fresh_kernels.case("gla", "", scores=lost_by_difference).fn
 TAIL, CUT = fresh_kernels.case(NONE, "", C=64, carry=without_the_rest).fn, "running sums of gates cut off at -80"
 TILES = fresh_kernels.case(ALL, "", earlier=behind_tiles).fn
@@ -308,8 +300,7 @@ TOLD = {
         passes=("wide", "wider"), unsaid=("beyond the first 64",)),
     "after resets": Told("gla", LATER, GATES, RESET, fails=RESETS,
         said=("Wrong with gates -inf, right with gates -20 and weaker",), passes=("gate -20",)),
-    CUT: Told(SIMPLE, made(SIMPLE, CUT), GATES, CUT, fails=("gate -20",),
-        passes=("gate zero",)),
+    CUT: Told(SIMPLE, made(SIMPLE, CUT), GATES, CUT, fails=("gate -20",), passes=("gate zero",)),
     "without the rest": Told(NONE, TAIL, ("length 6*", "packed"), REST, fails=("length 65", "packed"),
         passes=("length 64",), unsaid=("only in sequence",)),
     # bounds
@@ -341,7 +332,9 @@ TOLD = {
         said=("wrong from 5 batch entries on, right with 4",), passes=("many heads",)),
     "strides": Told(NONE, only_strided, "[ls]*",
         said=("wrong where v alone has strided strides and all else is contiguous",)),
-    "drifting": Told(NONE, drifting, "l*", unsaid=("tokens",)),
+    # errors that grow from token to token, and have no bound
+    "drifting": Told(NONE, with_o(LINEAR, lambda o: o * (1 + 1e-7 * torch.arange(o.shape[1])[:, None, None] ** 1.5)),
+        "l*", unsaid=("tokens",)),
 }
 # fmt: on
 QUICK = (LOST, STATE, "one packed sequence", TWICE, "two budgets", CUT, "a case that is right")
@@ -389,9 +382,8 @@ def test_packed_attention_is_measured_without_a_cache():
 
 
 def test_the_telling_cases_give_one_case_its_name():
-    fn = made("gla", BASE_2)
     # within one chunk the final state is all that is wrong: another mistake does the same
-    report = check.kernel("gla", fn, only="many heads")
+    report = check.kernel("gla", made("gla", BASE_2), only="many heads")
     assert named(report) == [BASE_2], str(report)
 
 
@@ -407,19 +399,14 @@ def test_sequences_without_tokens_are_no_place():
 
 def test_gates_of_cases_that_differ_otherwise_are_not_compared():
     mild, strong = Case("a"), Case("b", gate="-1")
-    assert by_gates([strong], [mild], ["dq"]) == (
-        "Wrong with gates -1 and stronger, right with gates logsigmoid/16 and weaker; only dq is wrong"
-    )
+    said = "Wrong with gates -1 and stronger, right with gates logsigmoid/16 and weaker; only dq is wrong"
+    assert by_gates([strong], [mild], ["dq"]) == said
     assert not by_gates([replace(strong, H=9)], [mild]) and not by_gates([strong], [mild, replace(strong, T=9)])
 
 
 def test_the_table_says_that_equal_calls_differ():
     calls = itertools.count()
-
-    def at_times(q, k, v, **named):
-        o, S = LINEAR(q, k, v, **named)
-        return (1.01 * o if next(calls) % 9 == 8 else o), S
-
+    at_times = with_o(LINEAR, lambda o: 1.01 * o if next(calls) % 9 == 8 else o)
     report = check.kernel(NONE, at_times, only="length 7")
     (row,) = [line for line in str(report).splitlines() if line.startswith("o  ")]
     assert row.split()[1:3] == ["1", "1"] and row.endswith("equal calls differ in 1 case"), str(report)

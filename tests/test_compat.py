@@ -142,15 +142,8 @@ def test_gated_kernels_are_the_recurrence(name, packed):
     named = {"scale": -0.3, "cu_seqlens": cu}
     o, after = ours(*qkv, **gate, **more, **named, initial_state=S.mT, **options)
     assert after.is_contiguous()
-    close(
-        (o, after.mT),
-        FORMS[re.sub("chunk_|fused_recurrent_", "", name)],
-        *qkv,
-        g,
-        *more.values(),
-        initial_state=S,
-        **named,
-    )
+    form = FORMS[re.sub("chunk_|fused_recurrent_", "", name)]
+    close((o, after.mT), form, *qkv, g, *more.values(), initial_state=S, **named)
     found = ours(*qkv, **gate, **more, **named, initial_state=S, output_final_state=True)
     assert torch.equal(found[0], o) and torch.equal(found[1], after.mT)
     if cu is None:
@@ -182,11 +175,9 @@ def test_linear_attention_is_normalised_by_default_and_starts_from_S_alone():
     q, k = q.exp(), k.exp()
     o, (after, z) = fla.chunk_linear_attn(q, k, v, initial_state=S, output_final_state=True)
     start = S, torch.zeros(2, 3, 5)
-    found = o, (after, z[:, 0])
-    close(found, linear_attention, q, k, v, initial_state=start, normalize=True)
+    close((o, (after, z[:, 0])), linear_attention, q, k, v, initial_state=start, normalize=True)
     assert fla.chunk_linear_attn(q, k, v)[1] is None
-    found = fla.fused_recurrent_linear_attn(q, k, v, output_final_state=True)
-    close(found, linear_attention, q, k, v)
+    close(fla.fused_recurrent_linear_attn(q, k, v, output_final_state=True), linear_attention, q, k, v)
 
 
 def test_other_gates():
@@ -241,7 +232,8 @@ def test_they_are_kernels_that_the_kit_calls_as_they_are():
     check.kernel("gla", fla.chunk_gla, only="length 1").raise_if_failed()
 
 
-S_AND_z = (torch.zeros(2, 3, 5, 7), torch.zeros(2, 3, 5))
+S_AND_z, GATE = (torch.zeros(2, 3, 5, 7), torch.zeros(2, 3, 5)), {"use_gate_in_kernel": True}
+OLDER = {"transpose_state_layout": True, "state_v_first": True}
 REFUSED = [
     ("fused_recurrent_gla", {"reverse": True}, "False"),
     ("fused_recurrent_linear_attn", {"reverse": True}, "False"),
@@ -250,17 +242,13 @@ REFUSED = [
     ("chunk_simple_gla", {"cu_seqlens_cpu": CU}, "the boundaries"),
     ("chunk_linear_attn", {"initial_state": S_AND_z}, r".*z as \[N, 1, H, K\], got \[2, 3, 5\]"),
     ("chunk_gla", {"initial_state": torch.zeros(2, 3, 7, 5)}, "shape"),
-    ("chunk_simple_gla", {"transpose_state_layout": True, "state_v_first": True}, "no older name beside state_v_first"),
-    ("chunk_kda", {"transpose_state_layout": True, "state_v_first": True}, "no older name beside state_v_first"),
+    *[(name, OLDER, "no older name beside state_v_first") for name in ("chunk_simple_gla", "chunk_kda")],
     ("chunk_gated_delta_rule", {"A_log": None, "use_gate_in_kernel": True}, ""),
     ("chunk_gated_delta_rule", {"cp_context": "ranks"}, ""),
     ("chunk_gated_delta_rule", {"allow_neg_eigval": True}, ""),
     ("fused_recurrent_gated_delta_rule", {"gv": torch.zeros(2, 9, 6, 7)}, ""),
     *[("chunk_kda", {n: 1}, "") for n in ("use_graph", "max_num_seqs", "cp_context")],
-    *[
-        ("chunk_kda", {"lower_bound": x, "safe_gate": True, "use_gate_in_kernel": True, "A_log": torch.zeros(6)}, "")
-        for x in (None, -6.0)
-    ],
+    *[("chunk_kda", {"lower_bound": x, "safe_gate": True, "A_log": torch.zeros(6)} | GATE, "") for x in (None, -6.0)],
     ("fused_recurrent_kda", {"lower_bound": 5.0, "use_gate_in_kernel": True}, ""),
     ("fused_recurrent_kda", {"A_log": None, "use_gate_in_kernel": True}, ""),
 ]
@@ -397,12 +385,10 @@ def library(monkeypatch):
         return fn
 
     forms = {"gla": gla, "simple_gla": simple_gla, "linear_attn": linear_attention}
+    for name in ("fla", "fla.ops", *(f"fla.ops.{name}" for name in forms)):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for name, form in forms.items():
-        module = types.ModuleType(f"fla.ops.{name}")
-        setattr(module, f"chunk_{name}", function(form.chunkwise, f"chunk_{name}"))
-        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
-    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
-    monkeypatch.setitem(sys.modules, "fla.ops", types.ModuleType("fla.ops"))
+        setattr(sys.modules[f"fla.ops.{name}"], f"chunk_{name}", function(form.chunkwise, f"chunk_{name}"))
     return calls
 
 

@@ -21,11 +21,8 @@ def given(rule, D, q_heads, kv_heads, past=True, dtype=torch.float64):
     def some(*sizes):
         return torch.randn(*sizes, generator=rng, dtype=torch.float64)
 
-    x = {
-        "query": some(B, T, q_heads * K),
-        "key": F.normalize(some(B, T, kv_heads, K), dim=-1).flatten(2),
-        "value": some(B, T, kv_heads * V),
-    }
+    x = {"query": some(B, T, q_heads * K), "key": F.normalize(some(B, T, kv_heads, K), dim=-1).flatten(2)}
+    x |= {"value": some(B, T, kv_heads * V)}
     x |= {"past_state": some(B, kv_heads, K, V)} if past else {}
     x |= {"decay": F.logsigmoid(some(B, T, kv_heads * D))} if D else {}
     x |= {"beta": some(B, T, kv_heads).sigmoid()} if "delta" in rule else {}
@@ -39,11 +36,9 @@ def test_it_conforms_to_the_reference_implementation(rule, D, q_heads, kv_heads,
     x = given(rule, D, q_heads, kv_heads, past, torch.float32)
     attributes = {"q_num_heads": q_heads, "kv_num_heads": kv_heads, "scale": scale, "update_rule": rule}
     names = [n if n in x else "" for n in ("query", "key", "value", "past_state", "decay", "beta")]
-    node = onnx.helper.make_node("LinearAttention", names, ["output", "present_state"], **attributes)
-    ends = [
-        [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, None) for n in some]
-        for some in (x, ["output", "present_state"])
-    ]
+    results, info = ["output", "present_state"], onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("LinearAttention", names, results, **attributes)
+    ends = [[info(n, onnx.TensorProto.FLOAT, None) for n in some] for some in (x, results)]
     opset = onnx.helper.make_opsetid("", 27)
     model = onnx.helper.make_model(onnx.helper.make_graph([node], "one", *ends), opset_imports=[opset])
     theirs = ReferenceEvaluator(model).run(None, {n: y.numpy() for n, y in x.items()})

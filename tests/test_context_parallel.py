@@ -264,49 +264,39 @@ def test_the_check_kit_takes_it(pool):
 # What goes wrong: an error on every rank, with the rank and the argument.
 
 
-def of_all(call, change):
-    call["x"] |= {n: change(n, y) for n, y in call["x"].items()}
+def of_all(change):
+    return lambda call: call["x"].update({n: change(n, y) for n, y in call["x"].items()})
 
 
+def other(**named):
+    """A call with arguments that only this rank has."""
+    return lambda call: call.update(named)
+
+
+def unlike(name, first, second):
+    return rf"{name}: expected the same on every rank, got {first} on rank 0 and {second} on rank 1"
+
+
+FEWER_HEADS = of_all(lambda n, y: y[:, :1] if n in ("S", "dS") else y[:, :, :1])
+FEWER_TOKENS = of_all(lambda n, y: y if n in ("S", "dS") else y[:, 1:])
 FAULTS = {
     "another size": (
         lambda call: call["x"].update(k=call["x"]["k"][..., 1:]),
         r"k: expected shape \[B T H K\] with K = 3 as in q, got \[2, 27, 2, 2\]",
     ),
-    "fewer heads": (
-        lambda call: of_all(call, lambda n, y: y[:, :1] if n in ("S", "dS") else y[:, :, :1]),
-        r"q: expected the same on every rank, got \[2, T, 2, 3\] .* on rank 0 and \[2, T, 1, 3\] .* on rank 1",
-    ),
-    "another dtype": (
-        lambda call: of_all(call, lambda n, y: y.float()),
-        r"q: expected the same on every rank, got .*float64 on cpu on rank 0 and .*float32 on cpu on rank 1",
-    ),
-    "fewer tokens": (
-        lambda call: of_all(call, lambda n, y: y if n in ("S", "dS") else y[:, 1:]),
-        "lengths: expected 26 for rank 1, the length of q, got 27",
-    ),
-    "other lengths": (
-        lambda call: call.update(lengths=[14, 27]),
-        r"lengths: expected the same on every rank, got \[13, 27\] on rank 0 and \[14, 27\] on rank 1",
-    ),
-    "another scale": (
-        lambda call: call.update(scale=2.0),
-        "scale: expected the same on every rank, got 0.57735.* on rank 0 and 2.0 on rank 1",
-    ),
-    "another exchange": (
-        lambda call: call.update(exchange="pipeline"),
-        "exchange: expected the same on every rank, got None on rank 0 and pipeline on rank 1",
-    ),
-    "no gate on values": (
-        lambda call: call["x"].pop("g_v"),
-        "g_v: expected the same on every rank, got .* on rank 0 and None on rank 1",
-    ),
+    "fewer heads": (FEWER_HEADS, unlike("q", r"\[2, T, 2, 3\] .*", r"\[2, T, 1, 3\] .*")),
+    "another dtype": (of_all(lambda n, y: y.float()), unlike("q", ".*float64 on cpu", ".*float32 on cpu")),
+    "fewer tokens": (FEWER_TOKENS, "lengths: expected 26 for rank 1, the length of q, got 27"),
+    "other lengths": (other(lengths=[14, 27]), unlike("lengths", r"\[13, 27\]", r"\[14, 27\]")),
+    "another scale": (other(scale=2.0), unlike("scale", "0.57735.*", "2.0")),
+    "another exchange": (other(exchange="pipeline"), unlike("exchange", "None", "pipeline")),
+    "no gate on values": (lambda call: call["x"].pop("g_v"), unlike("g_v", ".*", "None")),
     "other boundaries": (
-        lambda call: call.update(cu=torch.tensor([0, 4, 9, 9, 30, 40, 40])),
-        r"cu_seqlens: expected the same on every rank, got \[0, 3, 9, .* on rank 0 and \[0, 4, 9, .* on rank 1",
+        other(cu=torch.tensor([0, 4, 9, 9, 30, 40, 40])),
+        unlike("cu_seqlens", r"\[0, 3, 9, .*", r"\[0, 4, 9, .*"),
     ),
     "boundaries that fall": (
-        lambda call: call.update(cu=torch.tensor([0, 9, 3, 9, 30, 40, 40])),
+        other(cu=torch.tensor([0, 9, 3, 9, 30, 40, 40])),
         "cu_seqlens: expected to rise from 0 to T = 40 without falling, got",
     ),
     "hangs": (lambda call: time.sleep(3 * SHORT.total_seconds()), None),
@@ -404,9 +394,8 @@ def test_a_rank_is_lost(pool, change, known, record_property):
     (message, seconds), _ = told(here, group, change, x, cu)
     what = "rank 1 died or hangs" if known else f"rank 1 did not make this call within {SHORT}"
     assert re.search(what, message), message
-    record_property(
-        f"a rank that {change} is missed, after the {SHORT.total_seconds():.0f} s of the group", round(seconds, 2)
-    )
+    missed = f"a rank that {change} is missed, after the {SHORT.total_seconds():.0f} s of the group"
+    record_property(missed, round(seconds, 2))
     if here is not pool:
         here.close()
 

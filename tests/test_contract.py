@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from cases import DELTA, GATED, LINEAR, inputs, options, pairs
+from cases import DELTA, GATED, LINEAR, inputs, options, pairs, thin
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -161,9 +161,7 @@ def test_a_triangle_is_checked_where_it_has_values():
     assert triangular.blocked(A.to("meta")).shape == A.shape
 
 
-@pytest.mark.parametrize(
-    "mixer", [x if x == "gated_delta" else pytest.param(x, marks=pytest.mark.deep) for x in MIXERS]
-)
+@pytest.mark.parametrize("mixer", thin(MIXERS, "gated_delta"))
 def test_models_export_compile_and_give_gradients_of_samples(mixer):
     """Their references check no values where a tracer looks on."""
     model = LanguageModel(Config(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_heads=2, mixer=mixer))
@@ -246,22 +244,19 @@ def test_malformed_shapes_never_pass_silently(data):
     """A random axis of a random tensor is cut, repeated, dropped or added: always an error that names a tensor."""
     mechanism, form = data.draw(st.sampled_from(ALL))
     args, named = inputs(mechanism, B=2, T=6, H=2, K=3, V=4)
-    names = [*MECHANISMS[mechanism].required, *named]
-    tensors = [*args, *named.values()]
-    i = data.draw(st.integers(0, len(tensors) - 1))
-    axis = data.draw(st.integers(0, tensors[i].ndim - 1))
+    tensors = dict(zip(MECHANISMS[mechanism].required, args, strict=True), **named)
+    name = [*tensors][data.draw(st.integers(0, len(tensors) - 1))]
+    x = tensors[name]
+    axis = data.draw(st.integers(0, x.ndim - 1))
     how = data.draw(st.sampled_from(["cut", "repeat", "drop", "add"]))
-    x = tensors[i]
-    tensors[i] = {
+    tensors[name] = {
         "cut": lambda: x.narrow(axis, 0, x.shape[axis] - 1),
         "repeat": lambda: torch.cat([x, x], axis),
         "drop": lambda: x.select(axis, 0),
         "add": lambda: x.unsqueeze(axis),
     }[how]()
-    with pytest.raises(ValueError, match=rf"^({'|'.join(names)}): .*(got|empty)"):
-        FORMS[mechanism][form](
-            *tensors[: len(args)], **dict(zip(names[len(args) :], tensors[len(args) :], strict=True)), **options(form)
-        )
+    with pytest.raises(ValueError, match=rf"^({'|'.join(tensors)}): .*(got|empty)"):
+        FORMS[mechanism][form](**tensors, **options(form))
 
 
 def test_every_form_can_be_pickled_and_copied():

@@ -85,9 +85,8 @@ def test_what_the_interpreter_works_out_once_is_each_tensors_own():
     for n, kind in enumerate([*kinds, core.float32, core.pointer_type(core.float32)]):
         x = core.tensor(n, kind)
         assert (x.handle, x.type, x.dtype) == (n, kind, kind.scalar)
-        assert [s.value for s in x.shape] == ([4, 8] if kind in kinds else []) and x.numel.value == 32 ** (
-            kind in kinds
-        )
+        block = kind in kinds
+        assert [s.value for s in x.shape] == [4, 8] * block and x.numel.value == 32**block
     assert [x.layout for x in kinds[2:]] == layouts and single != half and str(single) != str(half)
     with pytest.raises(ValueError, match="power of 2"):
         core.block_type(core.float32, [3])

@@ -81,13 +81,8 @@ def test_documented_arguments_exist():
             listed = re.search(r"(?ms)^Args:\n(.*?)(?=^\S|\Z)", cleandoc(ast.get_docstring(node)))[1]
             names = {x for line in re.findall(r"(?m)^    ([\w*]+(?:, [\w*]+)*):", listed) for x in line.split(", ")}
             inside = [node, *(x for x in node.body if getattr(x, "name", "") == "__init__")]
-            known = {
-                x.arg
-                for f in inside
-                if isinstance(f, ast.FunctionDef)
-                for x in ast.walk(f.args)
-                if isinstance(x, ast.arg)
-            }
+            signatures = [x.args for x in inside if isinstance(x, ast.FunctionDef)]
+            known = {x.arg for args in signatures for x in ast.walk(args) if isinstance(x, ast.arg)}
             known |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}  # fields of a dataclass
             if any("form" in ast.unparse(x) for x in node.decorator_list):
                 known |= {"initial_state", "cu_seqlens"}  # the decorator adds what a form's body does not get

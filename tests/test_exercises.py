@@ -175,9 +175,8 @@ def test_tolerances_of_predicted_numbers():
     """A float may be off by its tolerance and no more; an int is met exactly."""
     for right, tolerance, off in ((284.0, 0.01, 2.8), (-0.5, 1e-3, 4.9e-4), (0.0, 1e-3, 0.99e-9), (17, 1e-3, 1.69e-8)):
         question = _predict.numbers("x", right, [], "hint", tolerance)
-        assert [question.say([right + x]) for x in (-1.05 * off, -off, off, 1.2 * off)] == (
-            ["hint", "Right.", "Right.", "hint"]
-        ), right
+        said = [question.say([right + x]) for x in (-1.05 * off, -off, off, 1.2 * off)]
+        assert said == ["hint", "Right.", "Right.", "hint"], right
 
 
 def test_padding_is_right_where_the_state_stays():

@@ -93,43 +93,25 @@ def test_a_wrong_command_names_what_is_wrong(call, message, capsys):
     assert message in capsys.readouterr().err
 
 
-WRONG = [
-    (mqar, "lengths", ((8, 4),), ValueError),
-    (mqar, "lengths", (8, 4), TypeError),
-    (mqar, "vocab_size", 8, ValueError),
-    (mqar, "tokens", 8, ValueError),
-    (mqar, "rates", (), ValueError),
-    (mqar, "rates", (1e-3, -1.0), ValueError),
-    (mqar, "widths", 16, TypeError),
-    (mqar, "steps", 2.0, TypeError),
-    (mqar, "mixers", ("rwkv",), ValueError),
-    (language, "sizes", ("7B",), ValueError),
-    (language, "rates", (), ValueError),
-    (language, "tokens", 8, ValueError),
-    (language, "changes", ("rank-3",), ValueError),
-    (decoding, "size", "7B", ValueError),
-]
-
-
-@pytest.mark.parametrize("module, field, value, kind", WRONG)
-def test_wrong_settings_name_the_field(module, field, value, kind):
-    with pytest.raises(kind, match=f"^{field}: expected"):
-        replace(module.Settings.tiny(), **{field: value})
-
-
-@pytest.mark.parametrize(
-    "field, value, kind",
-    [
-        ("warmup", 1.5, ValueError),
-        ("evaluations", 9, ValueError),
-        ("precision", "fp8", ValueError),
-        ("learning_rate", "1e-3", TypeError),
-        ("clip", math.inf, ValueError),
+MQAR, LANGUAGE, TRAINING = mqar.Settings.tiny(), language.Settings.tiny(), Training(8, 1e-3)
+WRONG = {  # settings, and what one of their fields cannot be
+    ValueError: [
+        *((MQAR, "lengths", ((8, 4),)), (MQAR, "vocab_size", 8), (MQAR, "tokens", 8), (MQAR, "mixers", ("rwkv",))),
+        *((MQAR, "rates", ()), (MQAR, "rates", (1e-3, -1.0)), (LANGUAGE, "rates", ()), (LANGUAGE, "sizes", ("7B",))),
+        *((LANGUAGE, "tokens", 8), (LANGUAGE, "changes", ("rank-3",)), (decoding.Settings.tiny(), "size", "7B")),
+        *((TRAINING, "warmup", 1.5), (TRAINING, "evaluations", 9), (TRAINING, "precision", "fp8")),
+        (TRAINING, "clip", math.inf),
     ],
-)
-def test_wrong_training_names_the_field(field, value, kind):
+    TypeError: [
+        *((MQAR, "lengths", (8, 4)), (MQAR, "widths", 16), (MQAR, "steps", 2.0), (TRAINING, "learning_rate", "1e-3"))
+    ],
+}
+
+
+@pytest.mark.parametrize("kind, settings, field, value", [(kind, *x) for kind, its in WRONG.items() for x in its])
+def test_wrong_settings_name_the_field(kind, settings, field, value):
     with pytest.raises(kind, match=f"^{field}: expected"):
-        replace(Training(8, 1e-3), **{field: value})
+        replace(settings, **{field: value})
 
 
 def test_a_corpus_that_does_not_fit_is_named(place):
@@ -141,11 +123,9 @@ def test_a_corpus_that_does_not_fit_is_named(place):
 
 def test_every_field_of_settings_is_described():
     for module in EXPERIMENTS.values():
-        for field in dataclasses.fields(module.Settings):
-            assert any(
-                field.name in line.partition(":")[0].replace(",", " ").split()
-                for line in module.Settings.__doc__.splitlines()
-            ), f"{module.__name__}: {field.name}"
+        terms = [line.partition(":")[0] for line in module.Settings.__doc__.splitlines()]
+        described = set(" ".join(terms).replace(",", " ").split())
+        assert {field.name for field in dataclasses.fields(module.Settings)} <= described, module.__name__
 
 
 def test_language_models_have_the_sizes_that_they_are_called():

@@ -62,11 +62,8 @@ def test_a_signature_is_planned_and_checked_once(mechanism, monkeypatch):
     form(*x), form(*x), form(*(y.clone() for y in x))
     assert len(seen) == 1
     apart = torch.empty(x[0].numel() + 1, dtype=x[0].dtype, device=HERE)[1:].view(x[0].shape)
-    for other in (
-        [y[:, :-1] for y in x],
-        [x[0].transpose(1, 2).contiguous().transpose(1, 2), *x[1:]],
-        [apart.copy_(x[0]), *x[1:]],
-    ):
+    turned = x[0].transpose(1, 2).contiguous().transpose(1, 2)
+    for other in ([y[:, :-1] for y in x], [turned, *x[1:]], [apart.copy_(x[0]), *x[1:]]):
         before = len(seen)
         form(*other), form(*other)
         assert len(seen) == before + 1
@@ -151,18 +148,17 @@ def test_launchers_are_loaded_one_at_a_time(monkeypatch):
 
 def test_a_kernel_that_does_not_fit_says_so_in_every_call():
     class Kernel:  # as Triton's, whose `run` raises once
-        def __init__(self):
-            self.launcher = None
+        launcher = None
 
         @property
         def run(self):
             if self.launcher is None:
-                self.launcher = functools.partial(self.refuse, "out of resource: shared memory")
-                self.refuse("out of resource: shared memory")
+                self.launcher = functools.partial(self.refuse)
+                self.refuse()
             return self.launcher
 
-        def refuse(self, message):
-            raise MemoryError(message)
+        def refuse(self):
+            raise MemoryError("out of resource: shared memory")
 
     kernel = Kernel()
     for _ in range(3):
@@ -473,11 +469,8 @@ def test_tiles_of_other_classes(mechanism, name, dtype, monkeypatch):
     for planned in (PLANNED[mechanism].forward, PLANNED[mechanism].backward):
         monkeypatch.setattr(planned, "programs", {})
     state = mechanism != "softmax_attention"
-    for case in (
-        kit.Case(B=1, T=150, H=2, K=128, V=128, state=state),
-        kit.Case(B=1, T=90, H=2, K=60, V=64, gate="many resets", state=state),
-    ):
-        form = FORMS[mechanism]["triton"]
+    for T, K, V, gate in ((150, 128, 128, kit.Case.gate), (90, 60, 64, "many resets")):
+        case, form = kit.Case(B=1, T=T, H=2, K=K, V=V, gate=gate, state=state), FORMS[mechanism]["triton"]
         kit.kernel(mechanism, form, device="cuda", dtype=dtype, only=case).raise_if_failed()
 
 

@@ -272,7 +272,6 @@ def test_decay_cumsum_at_size(dtype, T, C):
 
 @pytest.mark.gpu
 def test_decay_cumsum_beyond_2_to_the_31_elements():
-    """Offsets are 64-bit: the last head of a tensor of more than 2^31 elements is right."""
     g = torch.full((1, 1 << 17, 130, 128), -0.5, dtype=torch.float16, device="cuda")
     b = decay_cumsum(g)
     assert_within_rounding(b[:, -32:, -1:], g[:, -32:, -1:], 16)

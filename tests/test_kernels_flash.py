@@ -161,15 +161,12 @@ def test_cache_is_the_first_part_of_a_longer_sequence(T, past):
 
 
 PACKS = [[0, 3, 3, 50, 100], [0, 0, 0, 31, 33, 65, 65], [0, 1, 2, 3, 4, 5], [0, 130], [0, 32, 64, 96], [0, 0, 97, 97]]
-
-
+PACKS = [[0, 500, 500, 501, 1629, 1757, 1757, 4000]] if CUDA else thin(PACKS, PACKS[1])
 PACKED = [(64, 64), (128, 128), (100, 60)] if CUDA else [(8, 12)]
 
 
 @anywhere
-@pytest.mark.parametrize(
-    "ends", [[0, 500, 500, 501, 1629, 1757, 1757, 4000]] if CUDA else thin(PACKS, PACKS[1]), ids=str
-)
+@pytest.mark.parametrize("ends", PACKS, ids=str)
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 @pytest.mark.parametrize("K, V", PACKED)
 def test_packed_sequences(ends, kind, K, V):
@@ -253,7 +250,6 @@ def test_bitwise_equal_at_size(dtype, K):
 
 @pytest.mark.gpu
 def test_beyond_2_to_the_31_elements():
-    """Offsets are 64-bit: the last head of a tensor of more than 2^31 elements is right."""
     x = [torch.randn(1, 1 << 17, 260, 64, dtype=torch.bfloat16, device="cuda") for _ in "qkv"]
     cu = torch.arange(0, (1 << 17) + 1, 1 << 10, device="cuda")  # short sequences: it is about offsets
     with torch.no_grad():

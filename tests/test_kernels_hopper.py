@@ -73,6 +73,7 @@ KERNELS = {
 DELTA = [way for way, how in KERNELS.items() if how.mechanism in EVERY]
 GATED = [way for way, how in KERNELS.items() if how.mechanism != "delta_rule"]
 STATED = [way for way, how in KERNELS.items() if not how.plain]
+BOTH = [way for way in STATED if way in GATED]
 FORWARD = [way for way in DELTA if way in STATED and not KERNELS[way].back]
 NAMES = ("q", "k", "v", "g", "beta", "do")
 
@@ -91,6 +92,9 @@ def small(way):
 
 def cut(way):
     return KERNELS[way].path == "segmented"
+
+
+BACKWARD = [way for way in DELTA if KERNELS[way].back and not cut(way)]
 
 
 def given(way, *sizes, dtype=BF16, gates=None, **options):
@@ -270,7 +274,7 @@ def test_keys_of_other_lengths(correlation, length, dtype):
 
 
 @everywhere
-@pytest.mark.parametrize("way, dtype", thin(ways(STATED), *((way, BF16) for way in STATED if way in GATED)))
+@pytest.mark.parametrize("way, dtype", thin(ways(STATED), *((way, BF16) for way in BOTH)))
 def test_packed_sequences(way, dtype):
     ends, (first, *_, last) = LONG if CUDA else CUT, KERNELS[way].widths
     for kind, (K, V) in itertools.product((MILD, "many resets"), (first, last)) if CUDA else [("many resets", first)]:
@@ -279,10 +283,7 @@ def test_packed_sequences(way, dtype):
 
 @everywhere
 @pytest.mark.parametrize("groups", thin((1, 2, 4), 4))
-@pytest.mark.parametrize(
-    "way, dtype",
-    thin(ways(way for way in DELTA if KERNELS[way].back and not cut(way)), ("gated_delta_rule gradient", BF16)),
-)
+@pytest.mark.parametrize("way, dtype", thin(ways(BACKWARD), ("gated_delta_rule gradient", BF16)))
 def test_value_heads_of_a_key_head(groups, way, dtype):
     for K, V in WIDTHS if CUDA else WIDTHS[:1]:
         check(way, 2, 1, 1, K, V, groups=groups, dtype=dtype, gates=dtype)
@@ -290,23 +291,18 @@ def test_value_heads_of_a_key_head(groups, way, dtype):
         check(way, 1, 105, 1, K, V, groups=groups, dtype=dtype, ends=(0, 40, 40, 105), kind="many resets")
 
 
-SCALES = [(way, scale) for way in GATED if way in STATED for scale in (0.0, -2.0)]
-SCALES.append(("gated_delta_rule gradient", 1e-9))
+SCALES = [*itertools.product(BOTH, (0.0, -2.0)), ("gated_delta_rule gradient", 1e-9)]
+FEW = *SCALES[:2], *(x for x in SCALES if "gated" in x[0] and not cut(x[0]))
 
 
 @everywhere
-@pytest.mark.parametrize(
-    "way, scale", thin(SCALES, *SCALES[:2], *(x for x in SCALES if "gated" in x[0] and not cut(x[0])))
-)
+@pytest.mark.parametrize("way, scale", thin(SCALES, *FEW))
 def test_any_scale(way, scale):
     check(way, 1, 70, 1, *KERNELS[way].widths[0], scale=scale, groups=1)
 
 
 @played_here
-@pytest.mark.parametrize(
-    "way",
-    thin([way for way in STATED if way in GATED], *(x for x in FORWARD if x in GATED), "gated_delta_rule gradient"),
-)
+@pytest.mark.parametrize("way", thin(BOTH, *(way for way in FORWARD if way in GATED), "gated_delta_rule gradient"))
 def test_without_states(way):
     """No initial state, and no gradient of the final one."""
     x, judged = given(way, *small(way), S=0.0, groups=1)
@@ -332,7 +328,7 @@ def test_without_dg_the_other_gradients_are_the_same(way):
 
 
 @everywhere
-@pytest.mark.parametrize("way, dtype", thin(ways(STATED), *((way, BF16) for way in STATED if way in GATED)))
+@pytest.mark.parametrize("way, dtype", thin(ways(STATED), *((way, BF16) for way in BOTH)))
 def test_no_sequence_sees_a_neighbour_of_nan(way, dtype):
     ends, rows = (0, 70, 130, 200), slice(70, 130)
     x, _ = given(way, 1, 200, 1, *KERNELS[way].widths[0], dtype=dtype, ends=ends, groups=1)
@@ -350,19 +346,11 @@ def test_no_sequence_sees_a_neighbour_of_nan(way, dtype):
 
 
 MISSING = [(way, n) for way in FORWARD if way in GATED for n in NAMES[:5]]
+QUICK = ("gated_delta_rule fused", "v"), ("gated_delta_rule segmented", "k"), ("kda fused", "g")
 
 
 @played_here
-@pytest.mark.parametrize(
-    "way, name",
-    thin(
-        MISSING,
-        *(x for x in MISSING if "ahead" in x[0]),
-        ("gated_delta_rule fused", "v"),
-        ("gated_delta_rule segmented", "k"),
-        ("kda fused", "g"),
-    ),
-)
+@pytest.mark.parametrize("way, name", thin(MISSING, *(x for x in MISSING if "ahead" in x[0]), *QUICK))
 def test_nan_stays_nan(way, name):
     """From its token on and in the state, except a query's; earlier chunks and other heads do not see it."""
     T, t = (320, 200) if cut(way) else (130, 70)
@@ -380,12 +368,9 @@ def test_nan_stays_nan(way, name):
 
 
 @played_here
-@pytest.mark.parametrize(
-    "way", thin(GATED, *(way for way in GATED if way not in ("gla fused", "gla gradient segmented")))
-)
+@pytest.mark.parametrize("way", thin(GATED, *(x for x in GATED if x not in ("gla fused", "gla gradient segmented"))))
 def test_any_order_of_steps_gives_the_same_bits(way):
-    how = KERNELS[way]
-    ends = None if how.plain else CUT
+    how, ends = KERNELS[way], None if KERNELS[way].plain else CUT
     T, groups = (130 if how.plain else CUT[-1]), 4 if way == "gated_delta_rule gradient" else 2 if how.plain else 1
     x, _ = given(way, 1, T, 1, *how.widths[0], ends=ends, groups=groups, kind="mild and strong chunks")
     first = made(way, x, ends)
@@ -395,11 +380,8 @@ def test_any_order_of_steps_gives_the_same_bits(way):
 
 def numbered(way, kernel, names, suffix=""):
     """{name of a barrier: (kernel of this file, launch, which allocation, which barrier)}; names: how many of each."""
-    return {
-        f"{name} {s}{suffix}": (way, kernel, n, s)
-        for n, (name, count) in enumerate(names.items())
-        for s in range(count)
-    }
+    places = [(n, name, s) for n, (name, count) in enumerate(names.items()) for s in range(count)]
+    return {f"{name} {s}{suffix}": (way, kernel, n, s) for n, name, s in places}
 
 
 FUSED = dict.fromkeys(("keys", "ready", "gated", "solved", "done"), 2)
@@ -408,6 +390,10 @@ OF_GRADIENTS = {
     "rows_done": 2, "sums_done": 2, "keys_done": 1, "results_ready": 2,
 }  # fmt: skip
 THREE = {"ready": 3, "done": 3}
+# without hat of odd rounds nothing changes where dg is made: who waits at free_R has waited for all of `transform`
+OF_UNWIND = {"has_x 0": (0, 0), "has_x 1": (0, 1), "hat 0": (1, 0), "free_x 0": (2, 0), "free_x 1": (2, 1)}
+OF_UNWIND |= {name: (3, n) for n, name in enumerate("has_v has_do has_S has_net free_v free_do free_S".split())}
+OF_UNWIND |= {"has_later": (4, 0), "free_R": (5, 0)}
 # by their order in the kernel
 BARRIERS = {
     **numbered("gated_delta_rule fused", "fused", FUSED),
@@ -416,26 +402,13 @@ BARRIERS = {
     **numbered("gated_delta_rule gradient", "solve", {"ready": 1}, " of solve, backwards"),
     **numbered("gated_delta_rule gradient", "walks", {"ready": 3, "loaded": 3, "done": 3}, " of walks"),
     **numbered("gated_delta_rule gradient", "gradients", OF_GRADIENTS, " of gradients"),
-    **{
-        f"{name} {s} of the page": ("delta page", "walk", 0, 5 * s + n)
-        for n, name in enumerate(FUSED)
-        for s in range(2)
-    },
+    **{f"{x} {s} of the page": ("delta page", "walk", 0, 5 * s + n) for s in (0, 1) for n, x in enumerate(FUSED)},
     **{x: y for m in ("prepare", "mend") for x, y in numbered("kda fused", m, {"ready": 3}, f" of KDA's {m}").items()},
     **numbered("kda fused", "walk", THREE, " of KDA"),
     **numbered("kda gradient", "walks", THREE, " of KDA, both ways"),
     **numbered("kda gradient", "gradients", {"ready": 4}, " of KDA's gradients"),
     **numbered("gla page", "walk", {"empty": 3, "ready": 3, "hat": 3}, " of GLA's page"),
-    # of `unwind`; without hat of odd rounds nothing changes where dg is made: who waits at free_R has waited for all
-    # of `transform`
-    **{
-        f"{name} of GLA": ("gla gradient", "unwind", *at)
-        for name, at in {
-            **{"has_x 0": (0, 0), "has_x 1": (0, 1), "hat 0": (1, 0), "free_x 0": (2, 0), "free_x 1": (2, 1)},
-            **{"has_v": (3, 0), "has_do": (3, 1), "has_S": (3, 2), "has_net": (3, 3)},
-            **{"free_v": (3, 4), "free_do": (3, 5), "free_S": (3, 6), "has_later": (4, 0), "free_R": (5, 0)},
-        }.items()
-    },
+    **{f"{name} of GLA": ("gla gradient", "unwind", *at) for name, at in OF_UNWIND.items()},
 }
 del BARRIERS["gated 1"]  # played, the loader is too early there to be missed
 

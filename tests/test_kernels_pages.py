@@ -35,7 +35,6 @@ FILES = sorted(Path(gla.__file__).parent.glob("[!_]*.py"))
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LIMITS = {F32: (-4.0, 16), BF16: (-80.0, 64)}  # nats of a mild chunk, tokens of a chunk
 
-
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")]
 # B, T, H, K, V and dtype; the interpreter gets products of bfloat16 wrong
 SIZES = [
@@ -116,12 +115,9 @@ def test_gate_ladder(kind, dtype):
 @pytest.mark.parametrize("segment", [None, 1, 2])
 def test_linear_attention(size, dtype, segment):
     q, k, v, _, do = tensors(size, dtype)
-    if segment is None:
-        found = linear_attention.linear_attention(q, k, v)
-    else:
-        chosen = None if segment == 1 else segment * LIMITS[dtype][1]
-        found = linear_attention_segments.linear_attention(q, k, v, segment=chosen)
-    compare(named(found), judged([q, k, v, torch.zeros_like(q), do]))
+    chosen = {"segment": 2 * LIMITS[dtype][1]} if segment == 2 else {}
+    page = linear_attention_segments if segment else linear_attention
+    compare(named(page.linear_attention(q, k, v, **chosen)), judged([q, k, v, torch.zeros_like(q), do]))
 
 
 @anywhere
@@ -190,14 +186,8 @@ def test_gated_delta_rule(size, dtype, kind, correlation, strength):
 @pytest.mark.parametrize("kind, correlation, strength", [("logsigmoid/16", 0.99, 1.0), ("edge", 0.0, None)])
 def test_kda(size, dtype, kind, correlation, strength):
     """Two value heads to a key head; at the edge all channels of all blocks of 16 tokens are just mild."""
-    options = {
-        "kind": mild(kind, dtype, 16),
-        "correlation": correlation,
-        "strength": strength,
-        "dtype": dtype,
-        "S": 0.0,
-    }
-    x, right = problem("kda", *size, **options)
+    options = {"kind": mild(kind, dtype, 16), "correlation": correlation, "strength": strength, "dtype": dtype}
+    x, right = problem("kda", *size, **options, S=0.0)
     compare(named(kda.kda(*(x[n] for n in ("q", "k", "v", "g", "beta")))), right)
 
 
@@ -344,11 +334,9 @@ def test_sizes_that_are_refused(page):
     refused(page, ValueError, r"^q, v: expected \[B, .*got \(", q=x["q"][0])
     refused(page, ValueError, r"^q, v: expected \[B, .*got \(", v=x["v"][0])
     narrow = {n: x[n][..., :12].contiguous() for n in "qkg" if n in x}
-    if "S" in x:
-        narrow["S"] = x["S"][:, :, :12].contiguous()
+    narrow |= {"S": x["S"][:, :, :12].contiguous()} if "S" in x else {}
     refused(page, ValueError, "^q: expected .*16, 32, 64.*12", **narrow)
-    none = {n: y[:0] for n, y in x.items()}
-    refused(page, ValueError, "^q: expected", **none)
+    refused(page, ValueError, "^q: expected", **{n: y[:0] for n, y in x.items()})
     if x["q"].ndim == 4:
         refused(page, ValueError, "^q: expected", **{n: y[:, :0] for n, y in x.items()})
 
@@ -389,9 +377,8 @@ def test_scale():
         function = CALLS[page][0]
         assert torch.equal(function(*x)[0], function(*x, scale=0.25)[0])
         assert torch.equal(function(*x, scale=-0.5)[0], -2 * function(*x)[0])
-    assert torch.equal(
-        gla_gradient.gla_gradient(q, k, v, g, do, -0.5)[0], -2 * gla_gradient.gla_gradient(q, k, v, g, do)[0]
-    )
+    x = q, k, v, g, do
+    assert torch.equal(gla_gradient.gla_gradient(*x, -0.5)[0], -2 * gla_gradient.gla_gradient(*x)[0])
 
 
 # lines of pages whose warps have roles
@@ -409,9 +396,7 @@ def test_a_page_is_a_page(file):
     assert f"python -m gla_ref.pages.{file.stem}:" in last
     assert sum(bool(line.strip()) for line in text.splitlines()) <= LONGER.get(file.stem, 140)
     nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Import | ast.ImportFrom)]
-    modules = {
-        name for x in nodes for name in ([x.module] if isinstance(x, ast.ImportFrom) else [y.name for y in x.names])
-    }
+    modules = [x.module if isinstance(x, ast.ImportFrom) else y.name for x in nodes for y in x.names]
     assert {name.split(".")[0] for name in modules} <= {"torch", "triton"}
 
 
@@ -446,12 +431,7 @@ def test_a_page_is_a_program():
 
 
 def test_a_wrong_page_says_so(capsys):
-    made = {"right": gla.gla}
-    code = """
-def page(q, k, v, g):
-    o, S = right(q, k, v, g)
-    return o, 1.01 * S
-"""
+    code, made = "def page(q, k, v, g):\n    o, S = right(q, k, v, g)\n    return o, 1.01 * S", {"right": gla.gla}
     exec(compile(code, "gla.py", "exec"), made)
     with pytest.raises(SystemExit) as ended:
         run(made["page"])

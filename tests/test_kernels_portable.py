@@ -10,23 +10,7 @@ import harness
 import pytest
 import torch
 from cases import CORRELATIONS, F64, LADDER, LINEAR, STRENGTHS, alike, error, in_process, thin
-from harness import (
-    BF16,
-    CUDA,
-    DTYPES,
-    EPS,
-    EVERY_DTYPE,
-    F16,
-    F32,
-    HERE,
-    RUNS,
-    allowed,
-    anywhere,
-    compare,
-    interpreted,
-    results,
-    tokens,
-)  # fmt: skip
+from harness import BF16, CUDA, DTYPES, EVERY_DTYPE, F16, F32, HERE, RUNS, allowed, anywhere, compare, interpreted
 from problems import EVERY, KEYS, MILD, problem
 
 from gla_ref import FORMS, triangular
@@ -57,9 +41,9 @@ LONG = (0, 0, 33, 33, 40, 300, 941, 1100, 1100)
 def check(mechanism, *sizes, path=None, ends=None, scale=None, **kw):
     """Forward and all gradients within their budgets; without gates linear attention as well as simple GLA."""
     x, judged = problem(mechanism, *sizes, path=path, ends=ends, scale=scale, **kw)
-    compare(results(KERNELS[mechanism], x, ends, path=path, scale=scale), judged)
+    compare(harness.results(KERNELS[mechanism], x, ends, path=path, scale=scale), judged)
     if mechanism == "simple_gla" and kw.get("kind") == "zero":
-        compare(results(KERNELS["linear_attention"], x | {"g": None}, ends, path=path, scale=scale), judged)
+        compare(harness.results(KERNELS["linear_attention"], x | {"g": None}, ends, path=path, scale=scale), judged)
 
 
 def mixed(mechanism):
@@ -80,7 +64,7 @@ def test_every_length(mechanism, start):
         path = paths[T // 2 % len(paths)]
         x, judged = problem(mechanism, 1, T, 1, 3, 5, kind=kind, groups=1, path=path, seed=T)
         with torch.no_grad():
-            o, S = KERNELS[mechanism](*tokens(x), initial_state=x["S"], path=path)
+            o, S = KERNELS[mechanism](*harness.tokens(x), initial_state=x["S"], path=path)
         compare({"o": o, "S": S}, judged)
 
 
@@ -222,7 +206,7 @@ def test_gates_in_other_precisions(kind):
 @pytest.mark.parametrize("mechanism", thin(KERNELS, *LINEAR))
 def test_initial_state_and_scale_are_optional(mechanism):
     x, _ = problem("simple_gla" if mechanism == "linear_attention" else mechanism, 2, 19, 1, 20, 7)
-    args, zero = tokens(x)[: 3 if mechanism == "linear_attention" else None], torch.zeros_like(x["S"])
+    args, zero = harness.tokens(x)[: 3 if mechanism == "linear_attention" else None], torch.zeros_like(x["S"])
     o, form = KERNELS[mechanism](*args, initial_state=zero, scale=20**-0.5)[0], FORMS[mechanism]["triton"]
     assert torch.equal(KERNELS[mechanism](*args)[0], o) and torch.equal(form(*args)[0], o)
 
@@ -259,7 +243,7 @@ def test_strides_poison_and_equal_runs(mechanism, path, poisoned):
 @pytest.mark.parametrize("mechanism", GATED)
 def test_gates_alone_may_need_no_gradient(mechanism):
     x, _ = problem(mechanism, 1, 17, 1, 5, 7)
-    every, few = (results(KERNELS[mechanism], x, frozen=frozen) for frozen in ((), ("g",)))
+    every, few = (harness.results(KERNELS[mechanism], x, frozen=frozen) for frozen in ((), ("g",)))
     assert set(every) - set(few) == {"dg"} and all(torch.equal(y, every[n]) for n, y in few.items())
 
 
@@ -367,7 +351,7 @@ def test_gradients_of_the_widest_normalised_values():
         grads.append(torch.autograd.grad(o, leaves, x["do"].to(o.dtype)))
     for got, want in zip(*grads, strict=True):
         # an absolute band: sums of 512 products of order 1, and the rounding of each
-        assert (got - want).abs().max() <= 512 * EPS * max(1, want.abs().max())
+        assert (got - want).abs().max() <= 512 * harness.EPS * max(1, want.abs().max())
 
 
 @interpreted

@@ -62,9 +62,8 @@ def test_a_librarys_names_and_order_of_axes_are_kept_to(own):
         o, _ = FORMS["linear_attention"]["chunkwise"](*(x.transpose(1, 2) for x in (query, key, v)), scale=scale)
         return o.transpose(1, 2), torch.ones(3)
 
-    names, supports = {"q": "query", "k": "key"}, {"packed": False, "state": False}
-    facts = {"names": names, "options": {"loud": True}, "heads_first": True, "supports": supports}
-    it, fn = own("linear_attention", attend, **facts)
+    facts = {"names": {"q": "query", "k": "key"}, "supports": {"packed": False, "state": False}}
+    it, fn = own("linear_attention", attend, options={"loud": True}, heads_first=True, **facts)
     check.kernel("linear_attention", fn, only="length 7").raise_if_failed()
     assert seen[0] == ((2, 3, 7, 5), True) and it.library == "library"
 
@@ -105,16 +104,9 @@ def test_every_function_has_a_row_in_who_passes(recorded, monkeypatch):
 
 def row(ok, *failures, **more):
     """A row of the page, by its record's failures."""
-    record = {
-        "ok": ok,
-        "cases": 3,
-        "of": 9,
-        "failures": [*failures],
-        "not_covered": {"dq": 1, "scale": 1},
-        "worst": {"o": 1},
-    }
-    record |= {"smallest": "check.Case(T=3, K=1, V=2, gate='-1')", "device": "cpu"} | more
-    return who_passes.Row("fla.chunk_gla", "fp32", "NVIDIA X", record)
+    record = {"ok": ok, "cases": 3, "of": 9, "failures": [*failures], "worst": {"o": 1}, "device": "cpu"}
+    record |= {"not_covered": {"dq": 1, "scale": 1}, "smallest": "check.Case(T=3, K=1, V=2, gate='-1')"}
+    return who_passes.Row("fla.chunk_gla", "fp32", "NVIDIA X", record | more)
 
 
 def failure(case, kind, quantity="call", message="", **error):
@@ -124,9 +116,7 @@ def failure(case, kind, quantity="call", message="", **error):
 REFUSED = failure("a", "raises", message="AssertionError: scale must be positive (f, line 3 of x.py)")
 OFF = failure("b", "error", "dg", error=3e-5, budget=2e-5)
 NAN = failure("b", "not finite", "dq", error="nan", budget=1.0)
-BROKE = failure(
-    "c", "breaks", message="CUDA error: misaligned address (in the backward pass); after that, nothing runs"
-)
+BROKE = failure("c", "breaks", message="CUDA error: misaligned address (in the backward pass); nothing runs after it")
 
 
 @pytest.mark.parametrize(

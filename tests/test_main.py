@@ -35,25 +35,17 @@ def test_bad_arguments_are_named(argv, message, capsys):
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
-COMMANDS = {
-    "doctor": ["doctor"],
-    "cases": ["check", "gla", "--list"],
-    "rooms": ["check", "--museum", "--list"],
-    "museum": ["check", "--museum"],
-}
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the doctor launches kernels on a GPU")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["doctor", "check gla --list", "check --museum --list", "check --museum"])
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 def test_every_command_prints_in_any_encoding(command, encoding, monkeypatch):
     monkeypatch.setattr(museum, "ROOMS", (museum.room(15),))  # whose title has a Greek letter
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding))
-    assert shell(COMMANDS[command]) == 0
+    assert shell(command.split()) == 0
     sys.stdout.flush()
     assert printed.getvalue().decode(encoding)
-    assert (rb"It wanted \u03b1" in printed.getvalue()) == ("museum" in command or command == "rooms")
+    assert (rb"It wanted \u03b1" in printed.getvalue()) == ("museum" in command)
 
 
 def test_explain_without_triton_says_so(monkeypatch):
@@ -79,10 +71,8 @@ def test_the_doctor_without_a_gpu(capsys):
 @pytest.mark.parametrize(
     "installed, said",
     [
-        ("3.6.0", "a version that records of a GPU were made with"),
-        ("3.6.0+cu130", "a version that records of a GPU were made with"),
+        *((x, "a version that records of a GPU were made with") for x in ("3.6.0", "3.6.0+cu130", "3.9.0")),
         ("3.7.1", "compiled only: records of a GPU are from 3.6.0 and 3.9.0"),
-        ("3.9.0", "a version that records of a GPU were made with"),
         ("3.8.0", "unknown to this project: its records of a GPU are from 3.6.0 and 3.9.0"),
     ],
 )
@@ -139,7 +129,5 @@ def test_the_doctor_tells_wrong_from_right(monkeypatch):
 def test_the_doctor_on_a_gpu(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        printed.count("right, largest error") == sum("triton" in forms for forms in FORMS.values())
-        and torch.cuda.get_device_name() in printed
-    )
+    assert printed.count("right, largest error") == sum("triton" in forms for forms in FORMS.values())
+    assert torch.cuda.get_device_name() in printed

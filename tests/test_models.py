@@ -529,6 +529,7 @@ def changed(model, part, wrap):
     return model
 
 
+LOGITS = r"a Tensor \[50, 16\]"
 UNREADABLE = {
     "a wrapper": (torch.nn.DataParallel, "model: expected a LanguageModel, got DataParallel"),
     "the Transformer": (lambda m: m.model, "model: expected a LanguageModel, got Transformer"),
@@ -544,10 +545,7 @@ UNREADABLE = {
         lambda m: changed(m, "embeddings", lambda _: torch.nn.Embedding(60, 16)),
         r"model: expected a Tensor \[50, 16\] as model.embeddings.weight, got a Tensor \[60, 16\]",
     ),
-    "no memory": (
-        lambda m: m.to("meta"),
-        r"model: expected a Tensor \[50, 16\] as lm_head.weight, got a Tensor \[50, 16\] on meta",
-    ),
+    "no memory": (lambda m: m.to("meta"), f"model: expected {LOGITS} as lm_head.weight, got {LOGITS} on meta"),
     "tied weights": (tied, "\n.*share memory"),
 }
 
@@ -584,31 +582,22 @@ def test_a_folders_model_is_its_own_file_or_those_of_its_index(tmp_path):
 
 # -- errors ------------------------------------------------------------------------------------
 
-WRONG = [
-    ("vocab_size", 0, ValueError),
-    ("hidden_size", 16.0, TypeError),
-    ("num_heads", True, TypeError),
-    ("tau", float("nan"), ValueError),
-    ("tau", "16", TypeError),
-    ("lower_bound", 5.0, ValueError),
-    ("lower_bound", "-5", TypeError),
-    ("norm_eps", -1e-6, ValueError),
-    ("use_short_conv", 1, TypeError),
-    ("mixer", "rwkv", ValueError),
-    ("mixer", ("gla", "rwkv"), ValueError),
-    ("mixer", ("gla", "gla", "softmax"), ValueError),
-    ("mixer", ["gla", "softmax"], ValueError),
-    ("qk_norm", 1, TypeError),
-    ("head_norm", None, TypeError),
-    ("expand_k", 0.3, ValueError),
-    ("expand_k", 0.30001, ValueError),
-    ("expand_v", float("inf"), ValueError),
-    ("intermediate_size", 0, ValueError),
-]
+NAN, INFINITE = float("nan"), float("inf")
+WRONG = {  # (field, value) of a configuration
+    TypeError: [
+        *(("hidden_size", 16.0), ("num_heads", True), ("tau", "16"), ("lower_bound", "-5"), ("use_short_conv", 1)),
+        *(("qk_norm", 1), ("head_norm", None)),
+    ],
+    ValueError: [
+        *(("vocab_size", 0), ("tau", NAN), ("lower_bound", 5.0), ("norm_eps", -1e-6), ("intermediate_size", 0)),
+        *(("expand_k", 0.3), ("expand_k", 0.30001), ("expand_v", INFINITE)),
+        *(("mixer", x) for x in ("rwkv", ("gla", "rwkv"), ("gla", "gla", "softmax"), ["gla", "softmax"])),
+    ],
+}
 
 
-@pytest.mark.parametrize("field, value, kind", WRONG)
-def test_a_wrong_configuration_names_the_field(field, value, kind):
+@pytest.mark.parametrize("kind, field, value", [(kind, *x) for kind, its in WRONG.items() for x in its])
+def test_a_wrong_configuration_names_the_field(kind, field, value):
     with pytest.raises(kind, match=f"^{field}: expected"):
         Config(**SMALL_MODEL | {field: value})
 
@@ -639,98 +628,92 @@ def test_what_flas_file_asks_for_and_is_not_here_is_named(field, value):
         Config.from_dict(FACTS["cases"]["default"]["config"] | {field: value})
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda m: m(some(1, 4).float()), "tokens: expected an int32 or int64"),
-        (lambda m: m([[1, 2]]), "tokens: .* got list"),
-        (lambda m: m(some(4)), r"tokens: expected shape \[B T\]"),
-        (lambda m: m(some(1, 0)), "tokens: .* at least one token"),
-        (lambda m: m.loss(some(1, 4), some(1, 3)), r"targets: expected shape \[1, 4\]"),
-        (lambda m: m.generate([some(2), some(0)], 1), r"prompts\[1\]: .* at least one token"),
-        (lambda m: m.generate(some(1, 4), 0), "new_tokens: expected"),
-        (lambda m: m.generate(some(1, 4), 1, chunk=0), "chunk: expected"),
-        *(
-            (lambda m, x=x: m.generate(some(1, 4), 1, temperature=x), "temperature: expected")
-            for x in (-1.0, 1e-45, float("nan"), "1", None, True)
-        ),
-        (lambda m: m.generate("text", 1), "prompts: expected .*, got str"),
-        (lambda m: m.generate(some(4), 1), r"prompts: expected shape \[N T\]"),
-        (lambda m: m.generate([some(2), some(2) + 50], 1), r"prompts\[1\]: expected 0 to vocab_size - 1 = 49, got"),
-        (lambda m: m(torch.tensor([[1, 50]])), "tokens: expected 0 to vocab_size - 1 = 49, got 50"),
-        (lambda m: m(torch.tensor([[1, -1]])), "tokens: expected 0 to vocab_size - 1 = 49, got -1"),
-        (lambda m: m.loss(some(1, 4), some(1, 4) + 0.7), "targets: expected an int32 or int64 .*, got torch.float32"),
-        (lambda m: m.loss(some(1, 4), some(1, 4).numpy()), "targets: expected an int32 or int64 .*, got ndarray"),
-        (lambda m: m.loss(some(1, 4), torch.full((1, 4), 50)), "targets: expected 0 to vocab_size - 1 = 49, got 50"),
-        (lambda m: m.loss(some(1, 4), some(1, 4).to("meta")), "targets: expected device cpu as for tokens, got meta"),
-        (lambda m: m(some(1, 4), cu_seqlens=torch.tensor([0, 5])), "cu_seqlens: expected"),
-        (
-            lambda m: m(some(1, 4), state=m(some(1, 4))[1][:1]),
-            "state: expected a list of 2 layers' states, got 1 of them",
-        ),
-        (lambda m: m(some(1, 4), state=m(some(1, 4))[1][0]), "state: expected a list of 2 layers' .* got LayerState"),
-        (lambda m: m(some(1, 4), state=make(use_short_conv=True)(some(1, 4))[1]), "state.0.: .* no short convolutions"),
-        (lambda m: m(some(1, 4), state=make(num_heads=4)(some(1, 4))[1]), r"state\[0\].S: expected shape"),
-        (lambda m: m.loss(some(2, 4), state=m(some(1, 4))[1]), r"state\[0\].S: expected 2 sequences"),
-        (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0, 99, 9])), "cu_seqlens: expected to rise"),
-        (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0.0, 9.0])), "cu_seqlens: expected an int32 or int64"),
-        (lambda m: m(some(2, 9), cu_seqlens=torch.tensor([0, 9])), "cu_seqlens: packed sequences need"),
-        (lambda m: m.loss(some(2, 1)), "targets: expected some where sequences have one token"),
-        (
-            lambda m: m.loss(some(1, 2), cu_seqlens=torch.tensor([0, 1, 2])),
-            "targets: expected at least one that counts",
-        ),
-        (lambda m: m.loss(some(1, 4), torch.full((1, 4), -100)), "targets: expected at least one that counts"),
-        (lambda m: m.generate([], 1), "prompts: expected at least one, got none"),
-        (lambda m: m.generate(some(1, 4), 1, state=m(some(2, 4))[1]), r"state\[0\].S: expected 1 sequences"),
-        *(
-            (
-                lambda m, mixer=mixer, other=other: make(mixer)(some(1, 4), state=make(other)(some(1, 4))[1]),
-                rf"state\[0\].S: expected a {kind}, as mixer '{mixer}' returns, got",
-            )
-            for mixer, other, kind in (
-                ("softmax", "linear", "Cache"),
-                ("gla", "softmax", "Tensor"),
-                ("linear", "softmax", "Tensor"),
-            )
-        ),
-        (
-            lambda m: make("hybrid")(some(1, 4), state=make("gla")(some(1, 4))[1]),
-            r"state\[1\].S: expected a Cache, as mixer 'softmax' returns, got Tensor",
-        ),
-        (
-            lambda m: make("hybrid", use_short_conv=True)(
-                some(1, 4), state=make("gla", use_short_conv=True)(some(1, 4))[1]
-            ),
-            r"state\[1\]: expected that of a model with no short convolutions",
-        ),
-        (
-            lambda m: make("softmax")(some(1, 4), state=make("softmax", num_heads=4)(some(1, 4))[1]),
-            r"state\[0\].S.k: expected shape \[N, T, 2, 8\], got \[1, 4, 4, 4\]",
-        ),
-        *(
-            (lambda m, change=change: with_second(make(use_short_conv=True), change), rf"state\[1\]{message}")
-            for message, change in {
-                ": expected a LayerState, got tuple": tuple,
-                ".S: expected a Tensor.*, got int": lambda layer: layer._replace(S=0),
-                r".S: expected shape .*, got \[\]": lambda layer: layer._replace(S=torch.tensor(1.0)),
-                r".S: expected shape \[N, 2, 4, 8\], got": lambda layer: layer._replace(S=layer.S.mT),
-                r".conv of q: expected shape \[N, 3, 8\], got \[1, 2, 8\]": lambda layer: layer._replace(
-                    conv=tuple(x[:, 1:] for x in layer.conv)
-                ),
-            }.items()
-        ),
-    ],
-)
+TOKENS, INTEGERS, COUNTING = some(1, 4), "an int32 or int64", "at least one that counts"
+RANGE = "0 to vocab_size - 1 = 49, got"
+WRONG_CALLS = [
+    (lambda m: m(TOKENS.float()), f"tokens: expected {INTEGERS}"),
+    (lambda m: m([[1, 2]]), "tokens: .* got list"),
+    (lambda m: m(some(4)), r"tokens: expected shape \[B T\]"),
+    (lambda m: m(some(1, 0)), "tokens: .* at least one token"),
+    (lambda m: m(torch.tensor([[1, 50]])), f"tokens: expected {RANGE} 50"),
+    (lambda m: m(torch.tensor([[1, -1]])), f"tokens: expected {RANGE} -1"),
+    (lambda m: m.loss(TOKENS, some(1, 3)), r"targets: expected shape \[1, 4\]"),
+    (lambda m: m.loss(TOKENS, TOKENS + 0.7), f"targets: expected {INTEGERS} .*, got torch.float32"),
+    (lambda m: m.loss(TOKENS, TOKENS.numpy()), f"targets: expected {INTEGERS} .*, got ndarray"),
+    (lambda m: m.loss(TOKENS, torch.full((1, 4), 50)), f"targets: expected {RANGE} 50"),
+    (lambda m: m.loss(TOKENS, TOKENS.to("meta")), "targets: expected device cpu as for tokens, got meta"),
+    (lambda m: m.loss(some(2, 1)), "targets: expected some where sequences have one token"),
+    (lambda m: m.loss(some(1, 2), cu_seqlens=torch.tensor([0, 1, 2])), f"targets: expected {COUNTING}"),
+    (lambda m: m.loss(TOKENS, torch.full((1, 4), -100)), f"targets: expected {COUNTING}"),
+    (lambda m: m(TOKENS, cu_seqlens=torch.tensor([0, 5])), "cu_seqlens: expected"),
+    (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0, 99, 9])), "cu_seqlens: expected to rise"),
+    (lambda m: m.loss(some(1, 9), cu_seqlens=torch.tensor([0.0, 9.0])), f"cu_seqlens: expected {INTEGERS}"),
+    (lambda m: m(some(2, 9), cu_seqlens=torch.tensor([0, 9])), "cu_seqlens: packed sequences need"),
+    (lambda m: m.generate([some(2), some(0)], 1), r"prompts\[1\]: .* at least one token"),
+    (lambda m: m.generate("text", 1), "prompts: expected .*, got str"),
+    (lambda m: m.generate(some(4), 1), r"prompts: expected shape \[N T\]"),
+    (lambda m: m.generate([some(2), some(2) + 50], 1), rf"prompts\[1\]: expected {RANGE}"),
+    (lambda m: m.generate([], 1), "prompts: expected at least one, got none"),
+    (lambda m: m.generate(TOKENS, 0), "new_tokens: expected"),
+    (lambda m: m.generate(TOKENS, 1, chunk=0), "chunk: expected"),
+    *(
+        (lambda m, x=x: m.generate(TOKENS, 1, temperature=x), "temperature: expected")
+        for x in (-1.0, 1e-45, NAN, "1", None, True)
+    ),
+    (lambda m: m(TOKENS, state=m(TOKENS)[1][:1]), "state: expected a list of 2 layers' states, got 1 of them"),
+    (lambda m: m(TOKENS, state=m(TOKENS)[1][0]), "state: expected a list of 2 layers' .* got LayerState"),
+    (lambda m: m.loss(some(2, 4), state=m(TOKENS)[1]), r"state\[0\].S: expected 2 sequences"),
+    (lambda m: m.generate(TOKENS, 1, state=m(some(2, 4))[1]), r"state\[0\].S: expected 1 sequences"),
+]
+
+
+@pytest.mark.parametrize("call, message", WRONG_CALLS)
 def test_a_wrong_call_names_the_argument(call, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         call(make())
 
 
-def with_second(model, change):
-    """A call with another state of the second layer."""
-    first, second = model(some(1, 4))[1]
-    return model(some(1, 4), state=[first, change(second)])
+CONV, FOUR = {"use_short_conv": True}, {"num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "model, other, message",
+    [
+        (("gla", {}), ("gla", CONV), r"\[0\]: .* no short convolutions"),
+        (("hybrid", CONV), ("gla", CONV), r"\[1\]: expected that of a model with no short convolutions"),
+        (("gla", {}), ("gla", FOUR), r"\[0\].S: expected shape"),
+        (("softmax", {}), ("softmax", FOUR), r"\[0\].S.k: expected shape \[N, T, 2, 8\], got \[1, 4, 4, 4\]"),
+        (("softmax", {}), ("linear", {}), r"\[0\].S: expected a Cache, as mixer 'softmax' returns, got"),
+        (("gla", {}), ("softmax", {}), r"\[0\].S: expected a Tensor, as mixer 'gla' returns, got"),
+        (("linear", {}), ("softmax", {}), r"\[0\].S: expected a Tensor, as mixer 'linear' returns, got"),
+        (("hybrid", {}), ("gla", {}), r"\[1\].S: expected a Cache, as mixer 'softmax' returns, got Tensor"),
+    ],
+)
+def test_the_state_of_another_model_is_named(model, other, message):
+    (mixer, fields), (its, its_fields) = model, other
+    _, state = make(its, **its_fields)(TOKENS)
+    with pytest.raises((TypeError, ValueError), match=f"^state{message}"):
+        make(mixer, **fields)(TOKENS, state=state)
+
+
+@pytest.mark.parametrize(
+    "message, change",
+    [
+        (": expected a LayerState, got tuple", tuple),
+        (".S: expected a Tensor.*, got int", lambda x: x._replace(S=0)),
+        (r".S: expected shape .*, got \[\]", lambda x: x._replace(S=torch.tensor(1.0))),
+        (r".S: expected shape \[N, 2, 4, 8\], got", lambda x: x._replace(S=x.S.mT)),
+        (
+            r".conv of q: expected shape \[N, 3, 8\], got \[1, 2, 8\]",
+            lambda x: x._replace(conv=tuple(y[:, 1:] for y in x.conv)),
+        ),
+    ],
+)
+def test_the_layer_whose_state_is_wrong_is_named(message, change):
+    model = make(use_short_conv=True)
+    first, second = model(TOKENS)[1]
+    with pytest.raises((TypeError, ValueError), match=rf"^state\[1\]{message}"):
+        model(TOKENS, state=[first, change(second)])
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-30, 1.0, 1e30, float("inf")])

@@ -49,9 +49,8 @@ def piece(rank, group, mixer, tokens, targets, cu, lengths, checkpointed=False, 
     model, a = make(mixer, **fields), sum(lengths[:rank])
     model.model.gradient_checkpointing = checkpointed
     own = slice(a, a + lengths[rank])
-    loss = LossOverRanks(model, group)(
-        tokens[:, own], None if targets is None else targets[:, own], cu_seqlens=cu, lengths=lengths
-    )
+    targets = None if targets is None else targets[:, own]
+    loss = LossOverRanks(model, group)(tokens[:, own], targets, cu_seqlens=cu, lengths=lengths)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -141,17 +140,12 @@ def other(rank, group, change):
     return LossOverRanks(make(mixer), group)(tokens, **given)
 
 
+SAME = "expected the same on every rank, got"
 FAULTS = {
-    "a third of the tokens": (
-        dict(tokens=words()[:, :13]),
-        r"lengths: expected the same on every rank, got \[20, 20\] on rank 0 and \[13, 13\] on rank 1",
-    ),
-    "one sequence": (
-        dict(tokens=words(1)[:, :20]),
-        r"tokens: expected the same on every rank, got \[2, T\] .* on rank 0 and \[1, T\] .* on rank 1",
-    ),
-    "another model": (dict(mixer="retnet"), "config: expected the same on every rank, got .*gla"),
-    "targets": (dict(targets=words()[:, :20]), "targets: expected the same on every rank, got None on rank 0"),
+    "thirds": (dict(tokens=words()[:, :13]), rf"lengths: {SAME} \[20, 20\] on rank 0 and \[13, 13\] on rank 1"),
+    "one sequence": (dict(tokens=words(1)[:, :20]), rf"tokens: {SAME} \[2, T\] .* 0 and \[1, T\] .* on rank 1"),
+    "another model": (dict(mixer="retnet"), f"config: {SAME} .*gla"),
+    "targets": (dict(targets=words()[:, :20]), f"targets: {SAME} None on rank 0"),
     "short targets": (dict(targets=words()[:, :19]), r"targets: expected shape \[2, 20\] as of tokens, got \[2, 19\]"),
     "a short piece": (
         dict(tokens=words()[:, :2]),

@@ -25,9 +25,8 @@ def test_excerpt_shows_the_lines_from_the_first_to_the_last(shown):
     notebook.excerpt(decay_to_end, "return", "return")
     notebook.excerpt(decay_to_end)
     assert shown[0] == "```python\nreturn F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)\n```"
-    assert shown[1].startswith("```python\ndef decay_to_end(g: Tensor) -> Tensor:\n") and shown[1].endswith(
-        "flip(-2)\n```"
-    )
+    assert shown[1].startswith("```python\ndef decay_to_end(g: Tensor) -> Tensor:\n")
+    assert shown[1].endswith("flip(-2)\n```")
 
 
 def test_excerpt_refuses_lines_that_are_not_there(shown):
@@ -37,20 +36,10 @@ def test_excerpt_refuses_lines_that_are_not_there(shown):
 
 
 def test_long_comments_come_above_their_lines_and_are_wrapped():
-    lines = [
-        "x = f(y)  # short",
-        "    x = f(y)  # a long comment",
-        "    # one more long comment",
-        "    a_call_without(words)",
-    ]
-    assert notebook.narrow(lines, 20) == [
-        "x = f(y)  # short",
-        "    # a long comment",
-        "    x = f(y)",
-        "    # one more long",
-        "    # comment",
-        "    a_call_without(words)",
-    ]
+    short, call = "x = f(y)  # short", "    a_call_without(words)"
+    lines = [short, "    x = f(y)  # a long comment", "    # one more long comment", call]
+    wrapped = [short, "    # a long comment", "    x = f(y)", "    # one more long", "    # comment", call]
+    assert notebook.narrow(lines, 20) == wrapped
 
 
 def test_numbers_of_a_sentence():

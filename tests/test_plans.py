@@ -15,17 +15,7 @@ from gla_ref.kernels.launch.hardware import CLASSES, INTERPRETER, class_of
 from gla_ref.mechanisms import MECHANISMS
 
 SIZES = (16, 60, 64, 100, 128)
-CALLS = (
-    "softmax_attention",
-    "linear_attention",
-    "simple_gla",
-    "gla",
-    "gla g_v",
-    "delta_rule",
-    "gated_delta_rule",
-    "kda",
-    "gla_step",
-)
+CALLS = (*MECHANISMS, "gla g_v", "gla_step")
 OPTIONS = {"num_warps": 4, "num_stages": 3}  # Triton's own
 
 

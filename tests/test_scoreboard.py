@@ -49,14 +49,8 @@ def test_rows_and_pages(monkeypatch):
 def test_a_row_names_the_kernel_whose_time_it_shows():
     """Hopper's kernels took the times of rows 13 and 20, whose chapters explain others."""
     data = board.results.load("h200")
-    timed = {
-        row.page[:2]: board._cells(row, data, "")[0].partition("(timed: ")[2] for row in board.ROWS if row.contender
-    }
-    for page, kernel in (
-        ("13", "22_fully_fused"),
-        ("20", "23_delta_rule_fused"),
-        ("24", "library's"),
-        ("23", ""),
-        ("07", ""),
-    ):
+    rows = [row for row in board.ROWS if row.contender]
+    timed = {row.page[:2]: board._cells(row, data, "")[0].partition("(timed: ")[2] for row in rows}
+    named = {"13": "22_fully_fused", "20": "23_delta_rule_fused", "24": "library's", "23": "", "07": ""}
+    for page, kernel in named.items():
         assert kernel in timed[page] and bool(kernel) == bool(timed[page]), page

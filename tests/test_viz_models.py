@@ -14,6 +14,7 @@ from gla_ref.models import Config
 from gla_ref.models.language_model import Block
 
 ONE = torch.ones(1, 4, 1, dtype=torch.float64)
+ON_VALUES = torch.tensor([1, 0.5, 1], dtype=torch.float64).log().expand(1, 4, 1, 3)
 
 
 def final(form, *more, **options):
@@ -36,11 +37,7 @@ CALLS = {
     ("a number per token", "erases first"): lambda: final(gated_delta_rule.recurrent, log("a number per token"), ONE),
     ("a number per row", "adds"): lambda: final(gla.recurrent, log("a number per row", row=True)),
     ("a number per row", "erases first"): lambda: final(kda.recurrent, log("a number per row", row=True), ONE),
-    ("rows times columns", "adds"): lambda: final(
-        gla.recurrent,
-        log("a number per row", row=True),
-        g_v=torch.tensor([1, 0.5, 1], dtype=torch.float64).log().expand(1, 4, 1, 3),
-    ),
+    ("rows times columns", "adds"): lambda: final(gla.recurrent, log("a number per row", row=True), g_v=ON_VALUES),
 }
 
 
@@ -196,11 +193,8 @@ def test_dots_are_the_means_of_records():
     explorable, found = recall_by_state(records), measured(records)
     for n, (mixer, sizes) in enumerate(found.items()):
         for state, scores in sizes.items():
-            own = [
-                r["evaluations"][-1]["accuracy"]
-                for r in records
-                if r["about"]["stage"] == "main" and r["about"]["mixer"] == mixer and matrices(r) == state
-            ]
+            mains = [r for r in records if r["about"]["stage"] == "main" and r["about"]["mixer"] == mixer]
+            own = [r["evaluations"][-1]["accuracy"] for r in mains if matrices(r) == state]
             assert len(own) == 3 and scores[-1][1] == own
             assert f"{state:,}: {sum(own) / 3:.0%}" in explorable.frames[n][-1].readout
     linear = found["linear"]

@@ -105,8 +105,7 @@ def test_map_shows_the_blocks_and_their_work(C, c):
         assert words.get(kind, "log space") in frame.readout
         areas = Counter()
         for piece in frame.pieces:
-            found = re.search(r'<path class="(grey|orange|pink)( faint)?" d="M(.*)Z"', piece)
-            if found:
+            if found := re.search(r'<path class="(grey|orange|pink)( faint)?" d="M(.*)Z"', piece):
                 areas[found[1], bool(found[2])] += _pairs(found[3])
         wanted = Counter()
         for i, (name, r, s) in enumerate(blocks):
@@ -185,9 +184,7 @@ def test_exponents_are_those_of_the_factors_that_the_form_multiplies(form):
         gate_strength.FORMS[form](ones, ones, ones, g[None, :, None, None])
     columns = [x.flatten().log() for x in seen if (x > 0).all()]
     for _, _, b in gate_strength.exponents(form, g):
-        assert any(len(x) == len(b) and torch.allclose(x, b, atol=1e-12, rtol=0) for x in columns), (
-            "no operand has these exponents"
-        )
+        assert any(len(x) == len(b) and torch.allclose(x, b, atol=1e-12, rtol=0) for x in columns)
 
 
 @pytest.mark.parametrize("name", gate_strength.DTYPES)
@@ -203,9 +200,8 @@ def test_forms_break_where_they_must(name):
         assert gate_strength.GATES[len(fine) - 1] == 0.3 and fine[-1] > 2 * fine[0]
     row = EXPLORABLES["gate_strength"]().frames[list(gate_strength.DTYPES).index(name)]
     for i, frame in enumerate(row):
-        wanted = [
-            f"error {errors[f][i]:.0e}".replace("-", "−") if errors[f][i] < math.inf else "not a number" for f in FORM
-        ]
+        own = [errors[form][i] for form in FORM]
+        wanted = [f"error {x:.0e}".replace("-", "−") if x < math.inf else "not a number" for x in own]
         assert [t for t in texts(frame, "end") if "error" in t or "not" in t] == wanted
         dots = sum(p.count("<circle") for p in frame.pieces)
         assert (dots > 0) == ("not a number" in wanted)
@@ -238,14 +234,10 @@ def test_errors_do_not_depend_on_the_default_dtype(default_dtype):
 def test_rivals_pair_our_call_with_the_fastest_right_library_of_the_same_run():
     names = "contender", "peer", "ms", "correct", "suite", "triton"
     runs = [
-        ("triton", False, 3.0, True, "a", "3.6"),
-        ("fla", True, 4.0, True, "a", "3.6"),
-        ("cudnn", True, 2.0, True, "a", "3.6"),
-        ("wrong", True, 1.0, False, "a", "3.6"),
-        ("torch_chunkwise", True, 1.0, True, "a", "3.6"),
-        ("fla", True, 1.0, True, "a", "3.9"),
-        ("triton", False, 3.0, True, "b", "3.9"),
-        ("fla", True, 2.5, True, "b", "3.9"),
+        *(("triton", False, 3.0, True, "a", "3.6"), ("fla", True, 4.0, True, "a", "3.6")),
+        *(("cudnn", True, 2.0, True, "a", "3.6"), ("wrong", True, 1.0, False, "a", "3.6")),
+        *(("torch_chunkwise", True, 1.0, True, "a", "3.6"), ("fla", True, 1.0, True, "a", "3.9")),
+        *(("triton", False, 3.0, True, "b", "3.9"), ("fla", True, 2.5, True, "b", "3.9")),
     ]
     sizes = dict.fromkeys(rivals.SIZES, 1) | {"mechanism": "gla", "direction": "forward"}
     (case,) = rivals.cases({"records": [sizes | dict(zip(names, run, strict=True)) for run in runs]})
@@ -333,12 +325,8 @@ def test_every_pair_meets_in_one_block():
     explorable = levels.levels()
     for i in range(1, levels.C):
         for j in range(i):
-            blocks = [
-                (level, m)
-                for level in range(4)
-                for m in range(2**level, levels.C, 2 ** (level + 1))
-                if m - 2**level <= j < m <= i < m + 2**level
-            ]
+            every = [(n, m) for n in range(4) for m in range(2**n, levels.C, 2 ** (n + 1))]  # levels, middles
+            blocks = [(n, m) for n, m in every if m - 2**n <= j < m <= i < m + 2**n]
             assert blocks == [levels.meet(j, i)]
             ((level, m),) = blocks
             frame = explorable.frames[i - 1][j]
