@@ -3,6 +3,8 @@
 A model's mixers, its short convolutions and its loss ask :class:`Pieces` for what lies across a border.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
