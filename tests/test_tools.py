@@ -230,6 +230,11 @@ except SystemExit as error:
     assert str(error).startswith("none.json: expected launches for sm_90"), error
 else:
     raise AssertionError("compared with nothing")
+loaded = {name: getattr(x, "__file__", None) or "" for name, x in sys.modules.items()}
+import nightly
+read = {str(path) for path in nightly.files(nightly.LAUNCHES)}
+unread = {x for x in loaded.values() if x.startswith((f"{nightly.ROOT}/src", f"{nightly.ROOT}/tools"))} - read
+assert not unread, f"read by a compilation, not by its part of the nightly run: {unread}"
 """
 
 

@@ -28,10 +28,15 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 MEASURED = re.compile(r"^measured (.+): ([\d.]+) s$", re.MULTILINE)  # written by tests/conftest.py
 
 KIT = "tests/test_check*.py tests/test_museum.py"
+ORDERS = "tests/test_kernels_flash.py", "tests/test_kernels_portable.py", "tests/test_orders.py"
 CODE, TESTS = ("src", "requirements.txt", "pyproject.toml", "Makefile"), ("tests", "tools", "benchmarks")
 BOOK = ("book", "notebooks", "_config.yml", "_toc.yml", "benchmarks/results")
+HELPERS = ("tests/[!t]*.py", "!tests/browser")  # modules that tests import
 #: what neither the kit nor a compiled launch is made of
 APART = ("!src/gla_ref/book", "!src/gla_ref/experiments", "!src/gla_ref/models")
+#: what makes and compiles a launch
+LAUNCHES = (*CODE, *APART, *(f"!src/gla_ref/{x}" for x in ("_commands", "check", "compat", "gradients", "over_ranks")))
+LAUNCHES += (*(f"tools/{x}.py" for x in ("barriers", "compile_kernels", "kernel_cases", "other_tritons", "sass")),)
 
 
 @dataclass(frozen=True)
@@ -49,17 +54,19 @@ PARTS = {
     ),
     "kit": Part(
         f"test-deep 'TESTS={KIT}'",
-        (*CODE, *APART, "tests", "tools"),
+        (*CODE, *APART, *HELPERS, *KIT.split()),
         "the check kit's sweeps, every named mistake, every form",
     ),
-    "orders": Part("test-orders", (*CODE, *APART, "tests"), "sums in the orders of two other processors' BLAS"),
+    "orders": Part(
+        "test-orders", (*CODE, *APART, *HELPERS, *ORDERS), "sums in the orders of two other processors' BLAS"
+    ),
     "browser": Part(
         "test-browser", (*CODE, *BOOK, "tests/browser", "tools"), "every page in a browser, and its seconds"
     ),
     "notebooks": Part("test-notebooks", (*CODE, *BOOK, "tools"), "every notebook from the site, the package missing"),
     "pdf": Part("pdf", (*CODE, *BOOK, "tools"), "the printed edition"),
-    "compile": Part("compile", (*CODE, *APART, "tools"), "every launch for every class of GPU"),
-    "versions": Part("compile-versions", (*CODE, *APART, "tools"), "every kernel for sm_90 by the other Tritons"),
+    "compile": Part("compile", LAUNCHES, "every launch for every class of GPU"),
+    "versions": Part("compile-versions", LAUNCHES, "every kernel for sm_90 by the other Tritons"),
 }
 
 
