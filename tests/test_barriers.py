@@ -94,7 +94,7 @@ def test_a_use_before_the_roles_is_not_one_by_a_role():
     early = "ttng.wait_barrier %outer_0, %c0 : !BAR\n    ttng.wait_barrier %outer_1, %c0 : !BAR"
     assert barriers.unkept(program(*USES, captures=False, BEFORE=early)) == unused(0, 1)
     over = early + "\n    ttng.inval_barrier %outer_0 : !BAR\n    ttng.inval_barrier %outer_1 : !BAR"
-    # and then invalidated: rightly another's
+    # after `inval` the memory belongs to something else
     assert barriers.unkept(program(*USES, "inval_", captures=False, BEFORE=over)) == []
 
 

@@ -298,7 +298,7 @@ def test_new_tests_of_a_version_replace_those_of_the_same_files():
 
 @pytest.mark.deep
 def test_the_tests_of_a_library_are_counted_once_over_several_calls(tmp_path):
-    """A library without functions to replace, and tests of which a first call has run some."""
+    """No function is replaced, and a first call has run some of the tests."""
     files = {f"tests/ops/test_{suite}.py": "" for suite in fla_tests.SUITES}
     files |= {"lib/fla/__init__.py": "", "lib/fla/ops/__init__.py": ""}
     files["tests/ops/test_gla.py"] = "def test_right(): pass\ndef test_wrong(): assert 0, 'off\\nby 1'\n"

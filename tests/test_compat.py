@@ -300,7 +300,7 @@ def test_chunk_sizes_that_fla_refuses_are_refused_in_its_words(name, sizes):
 
 @pytest.mark.parametrize("name", ["fused_recurrent_gla", "chunk_linear_attn", "fused_recurrent_gated_delta_rule"])
 def test_what_differs_in_dtype_is_widened_and_loses_nothing(name):
-    """States of 16 bits, v of 16 bits beside q and k of 32, and strengths from logits of 16."""
+    """States of 16 bits, v of 16 bits with q and k of 32, and strengths from logits of 16."""
     if name in GATED:
         (q, k, v), g, beta, S = delta_tensors()
         gates, half = {"g": g, "A_log": g[0, 0]}, beta.logit().half()  # without use_gate_in_kernel nothing reads A_log

@@ -94,7 +94,7 @@ def test_a_wrong_command_names_what_is_wrong(call, message, capsys):
 
 
 MQAR, LANGUAGE, TRAINING = mqar.Settings.tiny(), language.Settings.tiny(), Training(8, 1e-3)
-WRONG = {  # settings, and what one of their fields cannot be
+WRONG = {  # settings, a field, and a value that it cannot have
     ValueError: [
         *((MQAR, "lengths", ((8, 4),)), (MQAR, "vocab_size", 8), (MQAR, "tokens", 8), (MQAR, "mixers", ("rwkv",))),
         *((MQAR, "rates", ()), (MQAR, "rates", (1e-3, -1.0)), (LANGUAGE, "rates", ()), (LANGUAGE, "sizes", ("7B",))),

@@ -390,7 +390,7 @@ OF_GRADIENTS = {
     "rows_done": 2, "sums_done": 2, "keys_done": 1, "results_ready": 2,
 }  # fmt: skip
 THREE = {"ready": 3, "done": 3}
-# without hat of odd rounds nothing changes where dg is made: who waits at free_R has waited for all of `transform`
+# where dg is made, `hat` of odd rounds can go: a wait at free_R is a wait for all of `transform`
 OF_UNWIND = {"has_x 0": (0, 0), "has_x 1": (0, 1), "hat 0": (1, 0), "free_x 0": (2, 0), "free_x 1": (2, 1)}
 OF_UNWIND |= {name: (3, n) for n, name in enumerate("has_v has_do has_S has_net free_v free_do free_S".split())}
 OF_UNWIND |= {"has_later": (4, 0), "free_R": (5, 0)}

@@ -103,7 +103,7 @@ def test_every_function_has_a_row_in_who_passes(recorded, monkeypatch):
 
 
 def row(ok, *failures, **more):
-    """A row of the page, by its record's failures."""
+    """A row of the page, from a record with these failures."""
     record = {"ok": ok, "cases": 3, "of": 9, "failures": [*failures], "worst": {"o": 1}, "device": "cpu"}
     record |= {"not_covered": {"dq": 1, "scale": 1}, "smallest": "check.Case(T=3, K=1, V=2, gate='-1')"}
     return who_passes.Row("fla.chunk_gla", "fp32", "NVIDIA X", record | more)

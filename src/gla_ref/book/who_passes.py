@@ -14,7 +14,7 @@ from ..compat.libraries import FUNCTIONS
 __all__ = ["WRONG", "Row", "claimed", "claims", "details", "family", "matrix", "refusals", "rows", "runs", "verdicts"]
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-# of a direction, the worst first
+# a direction's verdicts, the worst first
 VERDICTS = "breaks", "NaN", "wrong", "refuses", "right", "no gradient", "no verdict"
 WRONG = VERDICTS[:3]
 BREAKS = {"breaks", "hangs"}  # kinds of failures after which the process is lost
@@ -65,14 +65,14 @@ class Row(NamedTuple):
 
     @property
     def state(self) -> str:
-        """How many cases were called; of a check that has not finished, also of how many, or why none."""
+        """How many cases were called, in an unfinished check out of how many, or why none was called."""
         r = self.record or {"ok": None, "message": "not run"}
         if r["ok"] is not None:
             return str(r["cases"])
         return f"{r['cases']}/{r['of']}" if "of" in r else r["message"].split(":")[0]
 
     def worst(self, direction: str) -> dict[str, str]:
-        """Each case that fails in a direction, and the worst verdict on it."""
+        """The worst verdict on each case that fails in a direction."""
         found = {}
         for f in self.failures:
             if _direction(f) == direction:
@@ -80,7 +80,7 @@ class Row(NamedTuple):
         return found
 
     def verdict(self, direction: str) -> str:
-        """The worst of a direction; of an unfinished check only what the cases called so far cannot take back."""
+        """The worst verdict in a direction; an unfinished check has none, unless a case is in `WRONG` already."""
         worst = _worst("right", *self.worst(direction).values())
         if not self.finished and worst not in WRONG:
             return "no verdict"
@@ -115,23 +115,23 @@ def _reason(failure: dict) -> str:
 
 
 def _direction(failure: dict) -> str:
-    """A failure's direction; a call that gives nothing says in its message whether its backward pass failed."""
+    """A failure's direction; where a call returns nothing, its message says whether its backward pass failed."""
     what, said = failure["quantity"], failure["message"] + _reason(failure)
     backward = "backward" in said or "gradient" in said if what == "call" else what[0] == "d"
     return "backward" if backward else "forward"
 
 
 def _budgets(failure: dict) -> float:
-    """A wrong number's error in budgets; infinity where there is none, because it is not finite, or lost."""
+    """A wrong number's error in budgets; infinity where the record has no finite error."""
     if _verdict(failure) != "wrong" or not failure.get("error"):
         return float("inf")
     return float(failure["error"]) / failure["budget"]
 
 
 def rows() -> list[Row]:
-    """Return the rows in the order of FUNCTIONS, by dtype: by the GPU's record, or by the CPU's if there is no other.
+    """Return the rows in the order of FUNCTIONS and dtypes, from a GPU's record or, where there is none, from a CPU's.
 
-    A record that is older than the library's claim, as we know it, does not count.
+    A record that was made under another claim of the library does not count.
     """
     from ..check._claims import Claim  # imported here, because the kit imports much
 
@@ -160,7 +160,7 @@ def claimed(name: str, dtype: str) -> bool:
 
 
 def family(row: Row) -> str:
-    """What a row is among: fla's kernels, references in plain PyTorch, or PyTorch's attention."""
+    """The title of a row's group: fla's kernels, references in plain PyTorch, or PyTorch's attention."""
     return next(title for start, title in FAMILIES.items() if row.name.startswith(start))
 
 
@@ -206,7 +206,7 @@ def _place(row: Row) -> str:
 
 
 def runs(rows: list[Row]) -> str:
-    """Return, folded, a line for each check: where and by what it was run, and for how long."""
+    """Return, folded, a line for each check: its GPU, cases, seconds, Triton and commit."""
     lines = []
     for row in rows:
         r, name = row.record or {}, row.name + " forward" * bool(row.whole)
@@ -237,7 +237,7 @@ def _table(head: tuple[str, ...], lines: list[str]) -> str:
 
 
 def refusals(rows: list[Row]) -> str:
-    """Return, as HTML, a line for each thing that functions refuse although they claim it, and which these are."""
+    """Return, as HTML, a line for each kind of input that functions claim and refuse, with their names."""
     by = {}
     for row in rows:
         for reason, cases in row.refused.items():
@@ -247,7 +247,7 @@ def refusals(rows: list[Row]) -> str:
 
 
 def _lines(row: Row) -> str:
-    """Lines that run a shrunken case with a wrong number, or the worst of the kit's own; and one that breaks.
+    """Lines that call a case with a wrong number (shrunken, or the kit's worst), and a case that breaks the process.
 
     The shrunken case of a record fails as the record's first failure does, which may be a refusal.
     """

@@ -7,10 +7,10 @@
 
 The functions have the signatures of fla-core 0.6.0. Every function returns `(o, final_state)`; the state is None
 without `output_final_state`. Like all our kernels they run on a GPU, or interpreted under TRITON_INTERPRET=1, and never
-fall back to a reference. What fla accepts and our kernels want wider is widened: states of 16 bits, tokens that differ
-in dtype. An argument that asks for more than our kernels do, such as `reverse` or heads before time, raises an error
-that names the argument. Names for one result by other algorithms (chunk, fused chunk, fused recurrent) call the same
-kernel here.
+fall back to a reference. Tensors that fla accepts and our kernels want wider are widened: states of 16 bits, tokens
+that differ in dtype. An argument that asks for more than our kernels do, such as `reverse` or heads before time, raises
+an error that names the argument. Functions that differ in their algorithm alone (chunk, fused chunk, fused recurrent)
+call one kernel here.
 """
 
 import importlib

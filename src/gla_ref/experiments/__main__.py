@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=about, description=module.__doc__)
         command.set_defaults(function=run)
         command.add_argument("--preset", choices=presets, default="full", help="of the settings")
-        command.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="change a field of them")
+        command.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="change a setting")
         command.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
         command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
         command.add_argument("--jobs", type=positive(int), default=1, help="runs side by side, default %(default)s")

@@ -103,7 +103,7 @@ def score(record: dict) -> tuple[str, float]:
 
 
 def settings_of(record: dict) -> dict:
-    """A run's settings; a record that does not name a start or the steps of a trial has those of all runs today."""
+    """A run's settings; where a record lacks a start or a trial's steps, today's: quiet, and as many as a run's."""
     settings = record["run"]["settings"]
     return {"quiet": True, "rate_steps": settings["steps"]} | settings
 

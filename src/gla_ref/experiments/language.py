@@ -181,7 +181,7 @@ class Language(Task):
 
 
 def unigram(training: Tensor, vocab_size: int) -> Tensor:
-    """Nats of every token by the training text's frequencies, where each counts once more: float64, on the CPU."""
+    """Nats of every token by its frequency in the training text, plus one: float64, on the CPU."""
     counts = torch.bincount(training.cpu().long(), minlength=vocab_size).double() + 1
     return -(counts / counts.sum()).log()
 

@@ -100,7 +100,7 @@ def pairs():
         ([crossing - t + 1, ..., ..., ...], "Token 20 reads what has passed its gate: the readers are 20 to 64."),
         ([..., later + n - t + 1, ..., ...], "A token with itself is no pair of two tokens: leave out i = j."),
         ([..., later, inside, ...], "Paths that leave the chunk are in the term S' * R too, and k dk takes them away."),
-        ([..., later, to_end, to_end], "Path by path, what is written after the gate for later chunks is not counted."),
+        ([..., later, to_end, to_end], "Path by path, a write after the gate for a later chunk does not count."),
     ]
     hint = "Count rows times columns of the rectangle; n tokens have n (n - 1) / 2 pairs; the chunk is tokens 17 to 32."
     names = ["pairs that cross", "to the end of the sequence", "to the end of the chunk", "path by path"]

@@ -55,7 +55,7 @@ def _frame(layer: str, T: int) -> Frame:
     pieces = _axes()
     for sizes, now, color in ((cache, a, "vermilion"), (state, b, "blue")):
         points = [(_x(n), _y(size)) for n, size in zip(TOKENS, sizes, strict=True)]
-        words = "The KV cache: a key and a value per token." if color == "vermilion" else "The state: always as large."
+        words = "The KV cache: a key and a value per token." if color == "vermilion" else "The state: it never grows."
         pieces.append(path(points, f"line-{color}"))
         pieces.append(part(f"{words} After {T:,} tokens {_size(now)}.", circle(_x(T), _y(now), 5, color)))
     times = f"{a / b:.4g} times the state" if a >= b else f"the state is {b / a:.4g} times as much"
