@@ -15,7 +15,7 @@ __all__ = ["WRONG", "Row", "claimed", "claims", "details", "family", "matrix", "
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # of a direction, the worst first
-VERDICTS = "breaks", "NaN", "wrong", "refuses", "right", "no gradient", "no verdict"
+VERDICTS = "breaks", "NaN", "wrong", "refuses", "right", "no gradient", "undecided"
 WRONG = VERDICTS[:3]
 BREAKS = {"breaks", "hangs"}  # kinds of failures after which the process is lost
 REFUSES = {"raises", "none", "type", "shape", "dtype", "device"}  # without a number to judge
@@ -83,7 +83,7 @@ class Row(NamedTuple):
         """The worst of a direction; of an unfinished check only what the cases called so far cannot take back."""
         worst = _worst("right", *self.worst(direction).values())
         if not self.finished and worst not in WRONG:
-            return "no verdict"
+            return "undecided"
         if direction == "backward" and worst == "right":
             lacking = self.record["not_covered"].get("dq", 0) + self.left >= self.record["cases"]
             return "refuses" if self.whole else "no gradient" if lacking else worst
@@ -192,7 +192,7 @@ def _cell(row: Row | None, direction: str) -> str:
     counts = [f"{v} {failing.count(v)}/{row.record['cases']}" for v in VERDICTS if v in failing]
     if finite := [x for f in row.failures if _direction(f) == direction and (x := _budgets(f)) < float("inf")]:
         counts = [f"{said}, {max(finite):.0f}×" if said.startswith("wrong") else said for said in counts]
-    sign = {"right": "✓", "no gradient": "–", "no verdict": "…"}.get(verdict)
+    sign = {"right": "✓", "no gradient": "–", "undecided": "…"}.get(verdict)
     said = sign or "<br>".join(counts).replace("breaks", "<b>breaks</b>") or verdict
     said += " CPU" * (row.gpu == "CPU")
     if verdict in WRONG:
