@@ -97,8 +97,8 @@ def test_every_function_has_a_row_in_who_passes(recorded, monkeypatch):
         found = {row.verdict("forward"), row.verdict("backward")}
         assert (f"<b>{row.name}</b>" in folds) == bool(found & {*who_passes.WRONG})
         assert "refuses" not in found or f">{row.name}<" in refused
-    none = [row for row in rows for way in ("forward", "backward") if row.verdict(way) == "no verdict"]
-    assert table.count("no verdict; cases: ") == len(none), "each of them says why"
+    none = [row for row in rows for way in ("forward", "backward") if row.verdict(way) == "undecided"]
+    assert table.count("undecided; cases: ") == len(none), "each of them says why"
     assert sum(map(len, who_passes.verdicts(rows, "forward").values())) == len(rows)
 
 
@@ -129,9 +129,9 @@ BROKE = failure("c", "breaks", message="CUDA error: misaligned address (in the b
         (row(False, NAN, BROKE), "right", "breaks", {"<b>breaks</b> 1/3<br>NaN 1/3"}),
         (row(False, BROKE | {"message": "(in the call)"}), "breaks", "right", {"<b>breaks</b> 1/3"}),
         (row(False, failure("a", "hangs")), "breaks", "right", {"<b>breaks</b> 1/3"}),
-        (row(None), "no verdict", "no verdict", {"…", "cases: 3/9"}),
-        (row(None, OFF, REFUSED), "no verdict", "wrong", {"cases: 3/9", "wrong 1/3, 2×"}),
-        (who_passes.Row("fla.chunk_gla", "fp32"), "no verdict", "no verdict", {"…", "cases: not run"}),
+        (row(None), "undecided", "undecided", {"…", "cases: 3/9"}),
+        (row(None, OFF, REFUSED), "undecided", "wrong", {"cases: 3/9", "wrong 1/3, 2×"}),
+        (who_passes.Row("fla.chunk_gla", "fp32"), "undecided", "undecided", {"…", "cases: not run"}),
     ],
 )
 def test_a_verdict_of_each_direction(found, forward, backward, cells):

@@ -1,8 +1,9 @@
 """Our calls and the fastest library's, case by case, over all suites of a record (appendix "Benchmarks")."""
 
+from statistics import quantiles
 from typing import NamedTuple
 
-__all__ = ["KINDS", "LOOPS", "TIE", "Case", "cases"]
+__all__ = ["KINDS", "LOOPS", "TIE", "Case", "cases", "unsteady"]
 
 #: times that differ by less, as a share of the library's, are level
 TIE = 0.03
@@ -11,6 +12,8 @@ SIZES = "B", "T", "H", "value_heads", "K", "V", "gates", "lengths"
 OURS = "triton", "triton_recurrent_steps"
 #: peers that are loops of benchmarks/contenders.py, and no library's call
 LOOPS = "torch_chunkwise", "sdpa_flash_loop"
+#: the suite of small calls: they wait for Python, so the clock compares them, and not the GPU's time
+SMALL = "host"
 
 
 class Case(NamedTuple):
@@ -33,23 +36,27 @@ class Case(NamedTuple):
     @property
     def at(self) -> tuple:
         """What the two records share, and other records of this case have, too."""
-        return _at(self.ours)
+        r, steps = self.ours, "recurrent" in self.ours["contender"]
+        return r["mechanism"], r["direction"], steps, *(str(r.get(n)) for n in SIZES)
 
 
-def _at(record: dict) -> tuple:
-    steps = "recurrent" in record["contender"]
-    return record["mechanism"], record["direction"], steps, *(str(record.get(n)) for n in SIZES)
+def unsteady(record: dict) -> bool:
+    """Whether the middle half of a record's samples spreads over more than a tenth of their median."""
+    low, middle, high = quantiles(record["samples_ms"], n=4)
+    return high - low > 0.1 * middle
 
 
 def cases(data: dict) -> list[Case]:
     """Return the cases of a record in which a library was right, each with the fastest library that was.
 
-    Both times are of one suite and one Triton. Of two such pairs for a case the one that is worse for us counts.
+    Both times are steady, of one suite and of one Triton. Of two such pairs for a case the one that is worse for us
+    counts.
     """
     runs, worst = {}, {}
     for r in data["records"]:
-        if r["ms"] and r["correct"] and (r["contender"] in OURS or (r["peer"] and r["contender"] not in LOOPS)):
-            fastest = runs.setdefault((_at(r), r["suite"], r["triton"]), {})
+        called = r["contender"] in OURS or (r["peer"] and r["contender"] not in LOOPS)
+        if called and r["ms"] and r["correct"] and r["suite"] != SMALL and not unsteady(r):
+            fastest = runs.setdefault((Case(r, r).at, r["suite"], r["triton"]), {})
             fastest[r["peer"]] = min(r, fastest.get(r["peer"], r), key=lambda r: r["ms"])
     for (at, *_), fastest in runs.items():
         if len(fastest) == 2:

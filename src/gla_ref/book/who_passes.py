@@ -15,7 +15,7 @@ __all__ = ["WRONG", "Row", "claimed", "claims", "details", "family", "matrix", "
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # a direction's verdicts, the worst first
-VERDICTS = "breaks", "NaN", "wrong", "refuses", "right", "no gradient", "no verdict"
+VERDICTS = "breaks", "NaN", "wrong", "refuses", "right", "no gradient", "undecided"
 WRONG = VERDICTS[:3]
 BREAKS = {"breaks", "hangs"}  # kinds of failures after which the process is lost
 REFUSES = {"raises", "none", "type", "shape", "dtype", "device"}  # without a number to judge
@@ -80,10 +80,10 @@ class Row(NamedTuple):
         return found
 
     def verdict(self, direction: str) -> str:
-        """The worst verdict in a direction; an unfinished check has none, unless a case is in `WRONG` already."""
+        """The worst verdict in a direction; an unfinished check is undecided, unless a case is in `WRONG` already."""
         worst = _worst("right", *self.worst(direction).values())
         if not self.finished and worst not in WRONG:
-            return "no verdict"
+            return "undecided"
         if direction == "backward" and worst == "right":
             lacking = self.record["not_covered"].get("dq", 0) + self.left >= self.record["cases"]
             return "refuses" if self.whole else "no gradient" if lacking else worst
@@ -192,7 +192,7 @@ def _cell(row: Row | None, direction: str) -> str:
     counts = [f"{v} {failing.count(v)}/{row.record['cases']}" for v in VERDICTS if v in failing]
     if finite := [x for f in row.failures if _direction(f) == direction and (x := _budgets(f)) < float("inf")]:
         counts = [f"{said}, {max(finite):.0f}×" if said.startswith("wrong") else said for said in counts]
-    sign = {"right": "✓", "no gradient": "–", "no verdict": "…"}.get(verdict)
+    sign = {"right": "✓", "no gradient": "–", "undecided": "…"}.get(verdict)
     said = sign or "<br>".join(counts).replace("breaks", "<b>breaks</b>") or verdict
     said += " CPU" * (row.gpu == "CPU")
     if verdict in WRONG:
