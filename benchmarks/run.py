@@ -29,6 +29,7 @@ if __name__ == "__main__":  # first calls are measured with nothing compiled bef
 
 import torch
 from torch import Tensor
+from triton.backends.nvidia.compiler import get_ptxas
 
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(ROOT.parent / "src")]
@@ -236,6 +237,12 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def assembler() -> str:
+    """The version of the ptxas that Triton calls for this GPU; a wheel may have two."""
+    major, minor = torch.cuda.get_device_capability()
+    return re.search(r"V([\d.]+)", results.command(get_ptxas(10 * major + minor).path, "--version"))[1]
+
+
 class Deadline:
     """The seconds in which contenders are started; those of the peers' first calls are not counted."""
 
@@ -277,6 +284,7 @@ def records_of(
                     **fields,
                     "commit": environment["commit"],
                     "triton": environment["triton"],
+                    "assembler": environment["assembler"],
                     "floor_ms": round(moved / environment["copy_gb_s"] / 1e6, 9),
                     "flop_floor_ms": round(flop / environment["matmul_tflop_s"] / 1e9, 9),
                 }
@@ -311,6 +319,7 @@ def main() -> None:
     deadline = Deadline(args.seconds)
     environment = results.environment(torch.cuda.get_device_name(), PEERS) | ceilings()
     environment["peers"]["cudnn"] = torch.backends.cudnn.version()
+    environment["assembler"] = assembler()
     print(json.dumps(environment), flush=True)
     path = args.out or results.file(environment["gpu"])
     chosen = [(suite, case) for suite in args.suites for case in SUITES[suite]() if re.search(args.match, str(case))]

@@ -10,7 +10,7 @@ Triton and its assembler are chosen when a process starts, so the GPU tests (`ma
 tools/stress_gpu.py and run.py with our own contenders run as programs of their own. Writes results/<gpu>-versions.json:
 a record for each pair of versions, in which only the parts that ran are new. `tests` counts how the tests of files that
 ran together ended, and names those that failed; `stress` is True if no training died and equal ones stayed equal;
-`times` has the medians in ms of each suite, with `bits`, which are equal where two versions gave the same results.
+`times` has the medians in ms of each case and its commit, with `bits`, equal where two versions gave the same results.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from contenders import CONTENDERS
 from gla_ref import results
 
 USUAL_SUITES = "gla", "hopper", "delta", "gated_delta", "linear", "flash"
-FIELDS = *run.IDENTITY, "ran", "ms", "correct", "error", "budget", "bits", "first_call_s", "message"
+FIELDS = *run.IDENTITY, "ran", "ms", "correct", "error", "budget", "bits", "first_call_s", "message", "commit"
 KEY = "triton", "assembler"
 ASK = """
 import json, triton
@@ -95,10 +95,14 @@ def gpu_tests() -> list[str]:
 
 
 def update(old: dict, new: dict) -> dict:
-    """A record with its new parts; tests of files that did not run again are kept."""
+    """A record with its new parts; tests of files and cases of suites that did not run again are kept."""
     ran = {file for files in new.get("tests", {}) for file in files.split()}
     kept = {files: counts for files, counts in old.get("tests", {}).items() if not ran & set(files.split())}
-    return old | new | ({"tests": kept | new["tests"]} if ran else {})
+    times = {
+        json.dumps([r.get(n) or None for n in run.IDENTITY]): r for r in old.get("times", []) + new.get("times", [])
+    }
+    parts = {"tests": kept | new["tests"]} if ran else {}
+    return old | new | parts | ({"times": [*times.values()]} if "times" in new else {})
 
 
 def main() -> None:

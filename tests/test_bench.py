@@ -296,6 +296,18 @@ def test_new_tests_of_a_version_replace_those_of_the_same_files():
     assert versions.update(old, {"stress": False}) == {**old, "stress": False}
 
 
+def test_new_times_of_a_version_replace_those_of_the_same_cases():
+    first, second, again = (
+        {"suite": "gla", "direction": d, "ms": ms} for d, ms in (("forward", 1), ("backward", 2), ("forward", 3))
+    )
+    assert versions.update({"times": [first, second]}, {"times": [again]}) == {"times": [again, second]}
+
+
+def test_a_row_names_its_assembler(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert run.assembler() == "13.4.59"  # of the pinned Triton: the second in its wheel
+
+
 @pytest.mark.deep
 def test_the_tests_of_a_library_are_counted_once_over_several_calls(tmp_path):
     """No function is replaced, and a first call has run some of the tests."""
