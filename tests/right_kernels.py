@@ -212,6 +212,7 @@ def kernel(mechanism, way, dtype, C=64, product=None, **options):
     product = product or in_dtype(dtype)
 
     def body(*, scale, initial_state, g_v=None, **x):
+        assert g_v is None, "not claimed"
         v, beta = x["v"], x["beta"][..., None].transpose(1, 2) if "beta" in x else None
         q, k = (x[n].repeat_interleave(v.shape[2] // x[n].shape[2], 2) for n in "qk")
         g = x.get("g", torch.zeros_like(v[..., 0])).reshape(*v.shape[:3], -1)

@@ -362,27 +362,12 @@ def test_what_would_check_nothing_fails(tests, name):
     assert message in out and "def kernel(" not in out
 
 
-OWN = """
-import pytest
-from gla_ref import FORMS
-
-def unlike(q, k, v, g, **named):
-    o, S = FORMS["gla"]["chunkwise"](q, k, v, g, **named)
-    return o + 0.1 * o.sin(), S
-
-@pytest.mark.gla_ref("gla", unlike, only="length 7")
-def test_cases(gla_ref_case):
-    gla_ref_case()
-
-def test_whole(gla_ref_check):
-    gla_ref_check("gla", unlike, only="length 7")
-"""
-
-
-def test_a_report_says_how_pytest_runs_one_case(pytester):
-    pytester.makepyfile(test_own=OWN)
-    out = " ".join(pytester.runpytest_inprocess(*PLUGIN).stdout.str().split())
-    assert 'Run next: pytest "test_own.py::test_cases[length_7]"' in out
+def test_a_report_says_how_pytest_runs_one_case(tests):
+    tests.makepyfile(own=MODULE.replace("0.6931471805599453 * g", "g + 0.1 * g.sin()"))  # no named mistake
+    half = 'half, supports={"K": 64, "V": 64}, only="[lp]*[14d]", xfail={"length 1": "issue 7"}'
+    tests.makepyfile(test_adopted=TESTS.replace(half, 'wrong, only="length 7"'))
+    out = " ".join(tests.runpytest_inprocess(*PLUGIN, "-k", "wrong or half").stdout.str().split())
+    assert 'Run next: pytest "test_adopted.py::test_half[length_7]"' in out
     assert "The other cases may tell more: run them, too." in out
 
 

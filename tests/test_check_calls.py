@@ -295,10 +295,6 @@ def maximum_before_the_scale(x, seen, scale):
     return p / p.sum(-1, keepdim=True)
 
 
-def finite_mask(x, seen, scale):
-    return (scale * x).masked_fill(~seen, -1e4).softmax(-1)
-
-
 def last_alone(i, j):
     return (j < len(j) - 1) | (len(j) % 96 != 1) | (len(j) == 1)
 
@@ -311,6 +307,14 @@ def not_rescaled(x, seen, scale):
         tiles.append((tile - m).exp())
         total = total + tiles[-1].sum(-1, keepdim=True)
     return torch.cat(tiles, -1) / total
+
+
+def low_tiles_skipped(x, seen, scale):
+    """Tiles of 64 keys 8 below the maximum so far are left out."""
+    x = (scale * x).masked_fill(~seen, -torch.inf)
+    high = torch.stack([tile.amax(-1) for tile in x.split(64, -1)], -1)
+    low = (high < high.cummax(-1).values - 8).repeat_interleave(64, -1)[..., : x.shape[-1]]
+    return x.masked_fill(low, -torch.inf).softmax(-1)
 
 
 def whole_tile(q, k, v, g, **named):
@@ -388,8 +392,11 @@ MISTAKES = {
     "no gradient through the inverse": Wrong(inverted(lambda A: inverse(A).detach()), "length 7", "dbeta"),
     # attention
     "sums not rescaled to a new maximum": Wrong(attention(not_rescaled), "length 65", "o"),
+    "tiles of low scores skipped": Wrong(attention(low_tiles_skipped), "one high score", "o"),
     "a maximum before a negative scale": Wrong(attention(maximum_before_the_scale), "steep and negative", "o"),
-    "a mask that is not infinite": Wrong(attention(finite_mask), "huge", "o"),
+    "a mask that is not infinite": Wrong(
+        attention(lambda x, seen, scale: (scale * x).masked_fill(~seen, -1e4).softmax(-1)), "huge", "o"
+    ),
     "a strict mask": Wrong(masked(lambda i, j: j < i), "length 7", "o"),
     "a last tile of 64 keys lost": Wrong(masked(lambda i, j: j < len(j) // 64 * 64), "length 65", "o"),
     "a window of 64 keys": Wrong(masked(lambda i, j: i - j < 64), "length 65", "o"),
@@ -462,15 +469,15 @@ def test_gates_may_be_finer_than_the_rest_or_refused():
         read = g.view(q.dtype)[..., : q.shape[-1]]
         return GATED(q, k, v, -read.abs().nan_to_num())
 
-    def refuses(q, k, v, g):
-        if g.dtype != q.dtype:
-            raise TypeError("g: expected the dtype of q")
+    def refuses(q, k, v, g, g_v=None):
+        if g.dtype != q.dtype or g_v is not None:
+            raise TypeError("g: expected the dtype of q, and no g_v")
         return GATED(q, k, v, g)
 
-    options = {"dtype": torch.bfloat16, "only": "gates in float32"}
+    options = {"dtype": torch.bfloat16, "only": "gates *"}
     assert check.kernel("gla", misread, **options).failures
     report = check.kernel("gla", refuses, **options)  # says so: nobody is misled
-    assert not report.failures and report.not_covered["gates in float32"] == 1
+    assert not report.failures and report.not_covered["gates in float32"] == report.not_covered["gates on values"] == 1
     check.kernel("gla", refuses, only="gates in float32").raise_if_failed()
 
 

@@ -16,14 +16,13 @@ LOW = {  # wrong for inputs of 16 bits only
 NEVER_GIVEN = {  # an argument of the function that no call of the kit has, and that a wrong kernel is wrong in
     "padding_counted_in_the_normaliser": "normalize",
     "scale_inside_the_feature_map": "feature_map",
-    "value_gate_left_out_of_the_state": "g_v",
 }
 WRONG = [name for name in fresh_kernels.WRONG if name not in NEVER_GIVEN]
 CASES = (
     *("length 1", "length 65", "length 145", "gate -1", "gate -20", "gate -inf", "gate many resets", "many heads"),
     *("wide", "wider", "scale given", "no initial state", "strided", "equal keys", "value heads", "long cache"),
     *("packed", "packed with other boundaries", "one packed sequence", "frozen inputs"),
-    *("loss of the state alone", "loss of o alone"),
+    *("loss of the state alone", "loss of o alone", "gates on values"),
 )
 NAMES = {  # what a kernel behaves like; of the others nothing, or a place
     "causal_mask_from_the_first_key": "mask counted from the cache's first key",

@@ -116,7 +116,8 @@ def failure(case, kind, quantity="call", message="", **error):
 REFUSED = failure("a", "raises", message="AssertionError: scale must be positive (f, line 3 of x.py)")
 OFF = failure("b", "error", "dg", error=3e-5, budget=2e-5)
 NAN = failure("b", "not finite", "dq", error="nan", budget=1.0)
-BROKE = failure("c", "breaks", message="CUDA error: misaligned address (in the backward pass); nothing runs after it")
+ERROR = "CUDA error: misaligned address (in the backward pass)"
+BROKE = failure("c", "breaks", message=f"{ERROR}; after that, nothing runs on cuda in this process")
 
 
 @pytest.mark.parametrize(

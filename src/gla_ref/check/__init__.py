@@ -114,14 +114,14 @@ def kernel(
 
     Args:
         mechanism: a key of `gla_ref.check.MECHANISMS`.
-        fn: `o, state = fn(q, k, v[, g][, beta], scale=, initial_state=, cu_seqlens=)`. What its
+        fn: `o, state = fn(q, k, v[, g][, beta], scale=, initial_state=, cu_seqlens=, g_v=)`, g_v for gla. What its
             signature lacks, a state that is None or not returned (the loss is then of o alone), and gradients that it
             does not give are reported as not covered, as are calls that raise :class:`NotClaimed`. It gets
             `output_final_state=True` if it names that.
         device: where the kernel runs. What it is held against is computed on the CPU, but for long attention.
         dtype: of q, k, v, g and beta: float32, bfloat16 or float16, or their short names fp32, bf16 and fp16. States
-            are float32 (a cache has `dtype`). In a case each, g or beta is float32 and the state float64; a kernel may
-            refuse both by raising.
+            are float32 (a cache has `dtype`). In a case each, g or beta is float32, the state float64, and g_v
+            given; a kernel may refuse these by raising.
         supports: what the kernel claims, if that is less: {"K": (64, 128), "V": (64, 128), "multiples": {"T": 64},
             "dtypes": ("bf16",), "packed": False, "state": False, "gradient": False, "min_gate": -5.0}, or any of them,
             or a function that says of a :class:`Case` whether it is claimed. The cases are then made so that they

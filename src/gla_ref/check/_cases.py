@@ -31,12 +31,13 @@ LAST = 16 * C + SUB + 1  # tokens of a long sequence
 PACKED = {"B": 1, "T": 130, "ends": (0, 0, 33, 33, 40, 120, 130, 130)}
 STRONG_SIZES = {"B": 1, "H": 4, "K": 8, "V": 4, "T": 6 * C}  # cases of equal sizes are worked out side by side
 KEYS = ("k", "k_cache")  # tensors of size 1 whatever size the others have
-OPTIONAL = {  # what a kernel may refuse: by the role of the input that has another dtype, or by strides
+OPTIONAL = {  # what a kernel may refuse: by the role of the input that has another dtype, by strides or as `optional`
     "gate": "gates in float32",
     "strength": "strengths in float32",
     "state": "a state of float64",
     "transposed": "inputs whose channels lie apart",
     "expanded": "inputs with strides of 0",
+    "optional": "gates on values",
 }
 
 
@@ -67,10 +68,12 @@ class Case:
             one gate for all channels, one initial state for all sequences, and the gradients of a sum).
         other: the input that has another dtype than usual, a gate such as "g" or a strength (float32), or "S0"
             (float64); "" for none.
+        optional: the tensors that a call need not have are given, too: gates on values.
         size: standard deviation of q, v and the initial state (in float16 30 at most); k has 1, or the length `keys`
             where there is a write strength.
         loud: the tokens, from one to another, whose q and v are 30 times as large.
         quiet: the tokens, from one to another, whose keys are a 200th of the others'.
+        peak: how far the middle token's key is above all others in every query's scores, which are else alike, or None.
         pull: the size of what the loss puts on o and the final state (in float16 always 1); the gradients are
             divided by it.
         frozen: it runs also with each input in turn requiring no gradient, or alone requiring one, and
@@ -104,9 +107,11 @@ class Case:
     past: int = 9
     strides: str = "contiguous"
     other: str = ""
+    optional: bool = False
     size: float = 1.0
     loud: tuple[int, int] | None = None
     quiet: tuple[int, int] | None = None
+    peak: float | None = None
     pull: float = 1.0
     frozen: bool = False
     loss: str = "both"
@@ -230,16 +235,18 @@ def of_calls(kind: Kind) -> list[Case]:
     ]
     if gates or strengths:  # more of them than a buffer of 8192 numbers holds
         found.append(Case("many tokens and heads", B=1, T=16 * C + SUB, H=8, K=2, V=3, gate="-1" if gates else MILD))
-    return found
+    return [*found, Case("gates on values", B=1, H=2, K=3, V=4, T=C + 3, optional=True)] if kind.optional else found
 
 
 def of_caches() -> list[Case]:
-    """Steep scores, of which a row's first few may all lie below what exp can hold, and long caches."""
+    """Steep scores, of which a row's first few may all lie below what exp can hold, one among many, and long caches."""
     return [
         Case("steep", scale=300.0, state=False),
         Case("steep and negative", scale=-300.0, state=False),
         Case("long cache", T=SUB + 3, past=600, scale=3.0),
         Case("long cache and one token", T=1, H=4, past=2100, scale=3.0),
+        # a tile of keys that far below the maximum weighs little, and five of them several budgets
+        Case("one high score", B=1, T=11 * C, H=1, K=4, V=20, state=False, loss="state", quiet=(0, 11 * C), peak=8.125),
     ]
 
 
@@ -441,6 +448,8 @@ def sizes_of(kind: Kind, case: Case) -> dict[str, int]:
 
 def optional(kind: Kind, case: Case) -> str:
     """The feature that a kernel may refuse by raising; empty if it may refuse none."""
+    if case.optional:
+        return OPTIONAL["optional"]
     return OPTIONAL.get(kind.tensors[case.other].role if case.other else case.strides, "")
 
 
@@ -501,7 +510,7 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
         return y
 
     states = dict(zip(kind.states, kind.mechanism.states, strict=True))
-    x = {n: drawn(kind.tensors[n]) for n in kind.arguments}
+    x = {n: drawn(kind.tensors[n]) for n in (*kind.arguments, *(kind.optional if case.optional else ()))}
     x["d o"] = normal(kind.tensors["o"])
     if case.reads:
         a, b = case.reads
@@ -518,9 +527,12 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
         x["v"] = torch.einsum("bthk,bhkv->bthv", k, x["S0"]) + x["v"] / 100
     if case.gate in TURNS:
         turned(x, case.gate == RELAY)
+    if case.peak is not None:
+        x["q"][..., 0], x["k"][..., 0] = 1, -case.peak * case.K**0.5
+        x["k"][:, case.T // 2, :, 0] = 0
     if case.strides == "expanded":
         x = {n: torch.ones_like(y) if n in pulls else shared(kind, n, y) for n, y in x.items()}
-    gates = kind.named("gate")
+    gates = kind.mechanism.named("gate")
     for n, y in x.items():
         low = held(kind, n, case, dtype)
         x[n] = representable(y, form, low) if n in gates else y.to(low).to(F64)

@@ -215,7 +215,8 @@ def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves
     there is one. Gates on values are for sharp kernels, which add the terms of a chunk's writes to the state
     one after the other, as an accumulator does, and those of its pairs to what is read of the state.
     """
-    luck = luck if g_v is None or luck.sharp else Luck(sharp=True)
+    if g_v is not None:
+        luck = Luck(luck.copies, thrice=luck.thrice, sizes=luck.sizes, seed=luck.rng.initial_seed(), sharp=True)
     T, alike = q.shape[1], g is None or g.ndim < k.ndim
     tokens = q, k, v, by_channel(g, k), by_channel(g_v, v)
     C = min(C, -(-T // c) * c, C if g_v is None else 64)

@@ -19,7 +19,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from ._cases import Case
+from ._cases import OPTIONAL, Case
 from ._claims import Claim
 from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._mechanisms import Kind
@@ -75,6 +75,7 @@ class Examiner:
             case = replace(case, state=False)
         lacks = case.ends and "cu_seqlens" not in takes and "packed sequences"
         lacks = lacks or (case.scale is not None and "scale" not in takes and "scale")
+        lacks = lacks or (case.optional and not takes & {*self.kernel.kind.optional} and OPTIONAL["optional"])
         if lacks:
             return [*rows, Row(case.name, "call", "not covered", message=lacks)], None
         return rows, case
@@ -330,7 +331,7 @@ def examine(examiner: Examiner, report: Report, progress: Progress, journal: Mut
     lost = bool({*journal} - {*report.cases})
     for case, done in zip(left, examiner.run_all(left, progress), strict=True):
         journal[case.name] = done.rows
-        seen += [Seen(done.problem, done.found)] if done.found else []
+        seen += [Seen(done.problem, done.found)] if done.found and not case.optional else []  # no mistake knows these
         if any(row.kind == BROKE for row in done.rows):
             lost = True
             break

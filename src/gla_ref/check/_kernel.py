@@ -110,11 +110,12 @@ class Kernel:
 
     @cached_property
     def takes(self) -> set[str]:
-        """The options of the contract that it takes; `output_final_state` only if it names that."""
+        """The options that it takes, optional tensors too; `output_final_state` only if it names that."""
         if self.parameters is None:
             return {*OPTIONS}
-        found = {p.name for p in self.parameters} & {*OPTIONS, "output_final_state"}
-        return found | {*OPTIONS} if any(p.kind == p.VAR_KEYWORD for p in self.parameters) else found
+        known = {*OPTIONS, *(() if getattr(self.fn, "over_ranks", False) else self.kind.optional)}
+        found = {p.name for p in self.parameters} & {*known, "output_final_state"}
+        return found | known if any(p.kind == p.VAR_KEYWORD for p in self.parameters) else found
 
     @property
     def never_given(self) -> list[str]:
@@ -134,15 +135,14 @@ class Kernel:
         It gets the mechanism's tensors in their order, whatever it calls them, and each of the `gates` in its dtype.
         """
         kind, how = self.kind, self.how
-        x = dict(zip(kind.arguments, tensors, strict=True))
+        x = kind.by_name(tensors)
         past = kind.parts(initial_state)
         given = tuple(how.states(y, kind) for y in past)
         options = {"scale": scale, "initial_state": kind.whole(given)}
         options |= {"cu_seqlens": cu_seqlens, "output_final_state": final}
-        result = self.fn(
-            *(how.tokens(how.gates(y, gates[n]) if n in gates else y) for n, y in x.items()),
-            **{n: y for n, y in options.items() if n in self.takes},
-        )
+        own = {n: how.tokens(how.gates(y, gates[n]) if n in gates else y) for n, y in x.items()}
+        options |= {n: own.pop(n) for n in kind.optional if n in own}
+        result = self.fn(*own.values(), **{n: y for n, y in options.items() if n in self.takes})
         if result is None:
             raise Finding("none", "the function returned None")
         if not isinstance(result, tuple | list):

@@ -71,6 +71,11 @@ class Kind:
         return self.mechanism.required
 
     @property
+    def optional(self) -> tuple[str, ...]:
+        """Names of the tensors that a call may be given besides, by name."""
+        return tuple(x.name for x in self.mechanism.arguments if x.optional)
+
+    @property
     def states(self) -> dict[str, str]:
         """Name of each state as it is given (S0, k0), to the name of what comes out (S, k_cache)."""
         return {x.name.removesuffix("_cache") + "0": x.name for x in self.mechanism.states}

@@ -207,9 +207,9 @@ class Trial:
 
     def __init__(self, kernel: Kernel, p: Problem, apart: str | None = None):
         self.kernel, self.kind, self.p = kernel, kernel.kind, p
-        self.names = [n for n in (*self.kind.arguments, *self.kind.states) if n in p.inputs]
+        self.names = [n for n in p.inputs if not n.startswith("d ")]
         dtypes = {n: held(self.kind, n, p.case, p.dtypes["o"]) for n in p.inputs}
-        gates = {n: dtypes[n] for n in self.kind.named("gate")}
+        gates = {n: dtypes[n] for n in self.kind.mechanism.named("gate") if n in dtypes}
         if kernel.how.gate != "log":  # kept finer until the kernel's own convention is made of them
             dtypes |= dict.fromkeys(gates, torch.float32)
         self.x = {}

@@ -140,6 +140,8 @@ TRAITS = {  # in the order in which a failing case is made plainer
     "size": Trait(1.0, lambda c: f"values of size {c.size:g}"),
     "loud": Trait(None, lambda c: "loud tokens" * (c.loud is not None)),
     "quiet": Trait(None, lambda c: "quiet keys" * (c.quiet is not None)),
+    "peak": Trait(None, lambda c: "one high score" * (c.peak is not None)),
+    "optional": Trait(False, lambda c: "gates on values" * c.optional),
     "pull": Trait(1.0, lambda c: f"a loss of size {c.pull:g}"),
     "floor": Trait(None),
     "scale": Trait(None, lambda c: "" if c.scale is None else f"a scale of {c.scale:g} given"),
