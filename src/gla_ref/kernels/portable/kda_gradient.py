@@ -38,7 +38,7 @@ from .gla_forward import between, clamped, sums, to_border
 from .gla_gradient import across, one_half
 from .kda_forward import constants, from_middle, prepare_all, since_until
 from .segments import which_segment
-from .tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
+from .tiles import STAY, VARYING, load_tile, operand, patterns, store_tile, which_tile
 
 
 @triton.jit
@@ -198,14 +198,14 @@ def mend_gradients(
 
 
 def launch_mend(draft: Draft, q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, N: int, G: int, scale) -> None:
-    """`mend_gradients` of all chunks."""
-    n, C, (_, T, H, K) = strong.shape[0], w.shape[1], dq.shape
+    """`mend_gradients`. At V = 64 older assemblers make products of 32 channels read unset registers (lab/known.md)."""
+    n, C, (_, T, H, K), V = strong.shape[0], w.shape[1], dq.shape, do.shape[3]
     n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))
     draft.launch(
         mend_gradients, n_programs,
         q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, *patterns(q, k, g, do, dq),
         n, n_programs, N, T, H, G, scale,
-        C=C, K=K, V=do.shape[3], BK=32, PACKED=cu is not None, num_warps=4, num_stages=1,
+        C=C, K=K, V=V, BK=32 if STAY or V > 64 else 64, PACKED=cu is not None, num_warps=4, num_stages=1,
     )
 
 
