@@ -233,8 +233,8 @@ def distinct(arch: int, names: list[str], kinds: bool = False) -> dict[str, dict
     """The launches to compile by case and fingerprint, each in the first case that has it; None of a refused case.
 
     With `kinds` a portable kernel has one launch of each direction and dtype, that of the widest heads, which needs
-    most: what else a case fixes changes numbers in the same code. Of Gluon kernels, where a case chooses among layouts
-    and roles, all launches stay.
+    most; of tiles of 32 channels one for each V, since there older assemblers go wrong at some (lab/known.md). Of Gluon
+    kernels, where a case chooses among layouts and roles, all launches stay.
     """
     taken, found = set(), {}
     for name in sorted(names, key=lambda name: -wide(name)) if kinds else names:
@@ -246,7 +246,8 @@ def distinct(arch: int, names: list[str], kinds: bool = False) -> dict[str, dict
         found[name] = {}
         for mark, x in every.items():
             once = kinds and not x.kernel.is_gluon()
-            keys = {mark, (x.kernel, bool(x.given("REVERSE")), (CASES | WIDE)[name].dtype)} if once else {mark}
+            case, thin = (CASES | WIDE)[name], (x.given("BK") or 64) <= 32
+            keys = {mark, (x.kernel, bool(x.given("REVERSE")), case.dtype, thin and case.V)} if once else {mark}
             if keys.isdisjoint(taken):
                 found[name][mark] = x
                 taken |= keys
