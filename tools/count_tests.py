@@ -12,8 +12,8 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 SUMMARY = re.compile(r"(?:=+ )?((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s(?: \([^()]*\))?(?: =+)?")
 
 
-def totals(log: str) -> str:
-    """The sum of all summary lines of pytest."""
+def totals(log: str) -> tuple[int, int]:
+    """Tests that passed and that failed, by all summary lines of pytest."""
     counts = {"passed": 0, "failed": 0}
     for line in COLOUR.sub("", log).splitlines():
         if found := SUMMARY.fullmatch(line.strip()):
@@ -22,8 +22,8 @@ def totals(log: str) -> str:
                 word = "failed" if word in ("error", "errors") else word
                 if word in counts:
                     counts[word] += int(number)
-    return f"{counts['passed']} passed, {counts['failed']} failed"
+    return counts["passed"], counts["failed"]
 
 
 if __name__ == "__main__":
-    print(totals(Path(sys.argv[1]).read_text(errors="replace")))
+    print("{} passed, {} failed".format(*totals(Path(sys.argv[1]).read_text(errors="replace"))))
