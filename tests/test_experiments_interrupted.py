@@ -112,7 +112,10 @@ def test_a_program_side_by_side_does_what_this_one_leaves(place, tmp_path, monke
     from gla_ref.experiments.__main__ import main
 
     def only_look(run, place, file):
-        return next((r for r in results.read(file, "language") if is_done(run, (r,))), Timeout("elsewhere"))
+        for record in results.read(file, "language"):
+            if is_done(run, (record,)):
+                return record
+        raise Timeout("elsewhere")
 
     monkeypatch.setattr(_driver, "do", only_look)
     where = ["--records", str(tmp_path / "r.json"), "--folder", str(place.folder), "--texts", str(place.texts)]
