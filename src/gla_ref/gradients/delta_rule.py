@@ -91,8 +91,8 @@ def backward(
             S = chunk.end
         for chunk, do_n in reversed(kept):
             *grads, dS = chunk.backward(do_n, dS)
-            out.insert(0, grads)
-        parts = (rearrange(torch.cat(xs, -2), "b h t d -> b t h d") for xs in zip(*out, strict=True))
+            out.append(grads)
+        parts = (rearrange(torch.cat(xs, -2), "b h t d -> b t h d") for xs in zip(*reversed(out), strict=True))
         dq, dk, dv, dg, dbeta = parts
         dq, dk = (rearrange(x, "b t (h n) k -> b t h n k", h=q.shape[2]).sum(3) for x in (scale * dq, dk))
         return (dq, dk, dv, None if g is None else dg[..., 0], dbeta[..., 0]), (dS,)
