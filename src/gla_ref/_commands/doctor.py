@@ -61,11 +61,8 @@ def planned(device: str, dtype: torch.dtype) -> list[list]:
     """A row for each of CALLS: what would run here."""
     rows, hardware = [], hardware_of(torch.device(device))
     for mechanism, sizes in CALLS:
-        required = [x for x in MECHANISMS[mechanism].arguments if not x.optional]
-        tensors = [
-            torch.empty([(sizes | {"HV": sizes["H"]})[a] for a in x.axes.split()], dtype=dtype, device="meta")
-            for x in required
-        ]
+        axes, size_of = [x.axes for x in MECHANISMS[mechanism].arguments if not x.optional], {"HV": sizes["H"]} | sizes
+        tensors = [torch.empty([size_of[a] for a in x.split()], dtype=dtype, device="meta") for x in axes]
         row = [mechanism, ", ".join(f"{n} = {size}" for n, size in sizes.items())]
         for direction in ("forward", "backward"):
             chosen = plan(mechanism, *tensors, direction=direction, hardware=hardware)
