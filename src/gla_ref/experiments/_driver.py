@@ -28,10 +28,10 @@ class Outcome:
     failed: dict[str, Exception] = field(default_factory=dict)
 
 
-def is_done(run: Run, records: tuple[dict, ...]) -> bool:
-    """Whether there is a record of a run, made with the same settings; a field that is None counts as absent."""
+def record_of(run: Run, records: tuple[dict, ...]) -> dict | None:
+    """The record of a run that is done, made with the same settings; a field that is None counts as absent."""
     wanted = _given(run.fingerprint())
-    return any(r["name"] == run.name and _given(r["run"]) == wanted for r in records)
+    return next((r for r in records if r["name"] == run.name and _given(r["run"]) == wanted), None)
 
 
 def _given(x):
@@ -53,9 +53,8 @@ def do(run: Run, place: Place, file: Path) -> dict | None:
     lock.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(lock).acquire(timeout=0):
         records = results.read(file, run.experiment)
-        for record in records:
-            if is_done(run, (record,)):  # by another process, since this one looked
-                return record
+        if record := record_of(run, records):  # by another process, since this one looked
+            return record
         result = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
         return None if result is None else keep(run, result, file, place)
 
@@ -102,7 +101,7 @@ def further_trials(runs: list[Run], file: Path) -> list[Run]:
         records = results.read(file, run.experiment)
         every = EXPERIMENTS[run.experiment].runs(run.settings, 1)
         trials = [x for x in every if x.about["stage"] == "rate" and x.about["group"] == group]
-        if all(is_done(trial, records) for trial in trials):
+        if all(record_of(trial, records) for trial in trials):
             more.append(further(trials[0], records))
     return [trial for trial in more if trial is not None]
 
@@ -137,8 +136,8 @@ def carry_out_all(runs: list[Run], place: Place, file: Path, progress: Callable 
 def _carry_out(runs: list[Run], place: Place, file: Path, progress: Callable, outcome: Outcome) -> None:
     """Carry out those of the runs that are not done, and add all of them to the outcome."""
     records = results.read(file, runs[0].experiment) if runs else ()
-    outcome.done += [run.name for run in runs if is_done(run, records)]
-    waiting = deque(run for run in runs if not is_done(run, records))
+    outcome.done += [run.name for run in runs if record_of(run, records)]
+    waiting = deque(run for run in runs if not record_of(run, records))
     while waiting:
         run = waiting.popleft()
         try:
