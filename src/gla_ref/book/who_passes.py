@@ -204,7 +204,7 @@ def matrix(rows: list[Row]) -> str:
         for function, own in functions.items():
             name = re.sub(r"([._])", r"\1<wbr>", escape(function))  # a phone may break it
             cells = "".join(f"<td>{_cell(own.get(d), way)}</td>" for d, way in sides)
-            lines.append(f'<tr><th style="min-width: 8rem">{name}</th>{cells}</tr>')
+            lines.append(f'<tr><th style="min-width: 7rem">{name}</th>{cells}</tr>')
     return _table(("function", *(f"{d} {way}" for d, way in sides)), lines)
 
 
