@@ -7,10 +7,11 @@ depend on the time that it takes: a few of the smallest calls that fail.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
+from operator import add, or_
 
 import torch
 from torch import Tensor
@@ -226,8 +227,9 @@ class Match:
         return self.somewhere, self.own != self.shown, self.follows != "", m.right_on_paper
 
 
+@dataclass(frozen=True)
 class Evidence:
-    """The failing calls so far beside a mistake's.
+    """Failing calls beside a mistake's; `a | b` is the evidence of both.
 
     Attributes:
         farthest: the largest distance of a wrong quantity from the mistake's.
@@ -239,68 +241,77 @@ class Evidence:
         follows: whether the gates' gradient is wrong in another way, beside a wrong dq or dk.
     """
 
-    def __init__(self, mistake: Mistake):
-        self.mistake, self.follows = mistake, False
-        self.farthest, self.most = 0.0, 0.0
-        self.own, self.near, self.shown = set(), set(), set()
-        self.besides, self.total = 0, 0
+    farthest: float = 0.0
+    most: float = 0.0
+    own: Set[str] = frozenset()
+    near: Set[str] = frozenset()
+    shown: Set[str] = frozenset()
+    besides: int = 0
+    total: int = 0
+    follows: bool = False
 
-    def agrees(self, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> bool:
-        """Whether each of these wrong quantities is the mistake's, or a gates' gradient made of a wrong dq or dk."""
-        for n in names:
-            far = distance(self.mistake, s, n, made[n])
-            if not far > 1:
-                self.own.add(n)
-                self.near |= {n} if nearer(s, n, made[n]) else set()
-                self.farthest = max(self.farthest, far)
-                self.most = max(self.most, in_budgets(s.problem, n, s.given[n]))
-            elif n in gates(s.problem.kind) and {"dq", "dk"} & {*s.wrong} and not self.mistake.right_on_paper:
-                self.follows = True
-            else:
-                return False
-        return True
+    def __or__(self, other: "Evidence") -> "Evidence":
+        how = (max, max, or_, or_, or_, add, add, or_)
+        return Evidence(*(f(x, y) for f, x, y in zip(how, vars(self).values(), vars(other).values(), strict=True)))
 
-    def spares(self, s: Seen, made: dict[str, Tensor]) -> bool:
-        """Whether the kernel is right in some places of a wrong quantity where the mistake would be wrong."""
-        p, before = s.problem, self.besides
-        for n in (n for n in s.given if made[n] is not None):
-            if self.mistake.right_on_paper:
-                self.shown |= {n} if not in_budgets(p, n, made[n]) <= 1 else set()
-                continue
-            beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
-            self.shown |= {n} if beyond.any() else set()
-            if n in s.wrong:
-                self.besides += int((beyond & ~s.wrong[n]).sum())
-                self.total += beyond.numel()
-        return self.besides > before
+
+def agreement(m: Mistake, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> Evidence | None:
+    """Wrong quantities that are the mistake's; None if one is neither that nor a gates' gradient of wrong dq or dk."""
+    it = Evidence()
+    for n in names:
+        far = distance(m, s, n, made[n])
+        if not far > 1:
+            near = {n} if nearer(s, n, made[n]) else set()
+            it |= Evidence(far, in_budgets(s.problem, n, s.given[n]), {n}, near)
+        elif n in gates(s.problem.kind) and {"dq", "dk"} & {*s.wrong} and not m.right_on_paper:
+            it |= Evidence(follows=True)
+        else:
+            return None
+    return it
+
+
+def excess(m: Mistake, s: Seen, made: dict[str, Tensor]) -> Evidence:
+    """What the mistake makes wrong in a call, `besides` where the kernel's wrong quantities are right."""
+    it, p = Evidence(), s.problem
+    for n in (n for n in s.given if made[n] is not None):
+        if m.right_on_paper:
+            it |= Evidence(shown=set() if in_budgets(p, n, made[n]) <= 1 else {n})
+            continue
+        beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
+        besides, total = (int((beyond & ~s.wrong[n]).sum()), beyond.numel()) if n in s.wrong else (0, 0)
+        it |= Evidence(shown={n} if beyond.any() else set(), besides=besides, total=total)
+    return it
 
 
 def compared(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
     """A mistake as these failing calls have it; None where one of them does not."""
-    it, errors = Evidence(m), []
+    it, errors = Evidence(), []
     for s in calls:
         for backwards, names in enumerate((s.forward, [*s.wrong])):  # most mistakes are out before a backward pass
             if not names:
                 continue
             made = variant(mechanism, m, C, s.problem, backwards)
-            if made is None or any(made[n] is None for n in names) or not it.agrees(s, names, made):
+            missing = made is None or any(made[n] is None for n in names)
+            if missing or (agreed := agreement(m, s, names, made)) is None:
                 return None
             errors += [(s, n, made[n]) for n in names if backwards]
-            if it.spares(s, made):  # gradients of an output that is wrong in places are no mistake's
+            more = excess(m, s, made)
+            it |= agreed | more
+            if more.besides:  # gradients of an output that is wrong in places are no mistake's
                 break
-    if it.follows:
-        it.own, it.shown = (names - {*gates(MECHANISMS[mechanism])} for names in (it.own, it.shown))
+    following = {*gates(MECHANISMS[mechanism])} if it.follows else set()
+    own, shown, farthest = it.own - following, frozenset(it.shown - following), it.farthest
     if m.right_on_paper:
-        it.farthest = as_wrong(m, errors)
-        partly = it.own != it.shown and any(not n.startswith("d") for n in it.own)  # in one pass, or in a gradient
-        refuted = it.farthest > 1 or m.rounding and partly
+        farthest = as_wrong(m, errors)
+        partly = own != shown and any(not n.startswith("d") for n in own)  # in one pass, or in a gradient
+        refuted = farthest > 1 or m.rounding and partly
     else:
-        in_places = it.besides > 0 and (it.farthest > TIGHT or it.most < CLEAR)
-        refuted = in_places or not it.own & it.shown <= it.near
-    own, besides = frozenset(it.own & it.shown), it.besides / max(it.total, 1)
+        in_places = it.besides > 0 and (farthest > TIGHT or it.most < CLEAR)
+        refuted = in_places or not own & shown <= it.near
+    own, besides = frozenset(own & shown), it.besides / max(it.total, 1)
     if refuted or not own:
         return None
-    return Match(m, C, it.farthest, frozenset(it.shown), own, besides, it.besides > 0, FOLLOWS * it.follows)
+    return Match(m, C, farthest, shown, own, besides, it.besides > 0, FOLLOWS * it.follows)
 
 
 def shows(mechanism: str, it: Match, s: Seen) -> bool:
