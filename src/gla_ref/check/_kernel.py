@@ -16,11 +16,14 @@ OPTIONS = ("scale", "initial_state", "cu_seqlens")  # the contract's; a function
 
 
 class Finding(Exception):
-    """Something wrong with the call itself; `kind` is one word for it, `quantity` what it is about."""
+    """Something wrong with the call itself; `kind` is one word for it, `quantity` what it is about.
 
-    def __init__(self, kind: str, message: str, quantity: str = "call"):
+    `when` says which way of calling alone gives a wrong result; the report makes the message of that.
+    """
+
+    def __init__(self, kind: str, message: str = "", quantity: str = "call", when: str = ""):
         super().__init__(message)
-        self.kind, self.quantity = kind, quantity
+        self.kind, self.quantity, self.when = kind, quantity, when
 
 
 class NotClaimed(Exception):

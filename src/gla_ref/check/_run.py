@@ -32,6 +32,8 @@ STOPS, ENDS = 0.2, 2.0  # seconds that a thread may take to stop, and that all m
 STUCK: list[threading.Thread] = []  # those that did not stop
 VARIES = "equal calls give different results{}: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
+OVERLAPS = "written-to tensor"  # in PyTorch's error, which has no type of its own, on writing where strides are 0
+NO_GRAD = "under torch.no_grad()"
 AROUND = 2**16  # elements of NaN before and behind a tensor: of a tile that reaches beyond its last row, too
 FUSED = 3  # tensors that a projection makes at once: q, k and v, the first of a call
 Found = dict[str, Tensor | None]  # a kernel's result for each quantity of a case
@@ -91,7 +93,7 @@ def attempt(seconds: float, work: Callable, *args):
     except KeyboardInterrupt:  # a reader's, which comes to this thread; no kernel's
         raise
     except BaseException as reason:
-        if "written-to tensor" in str(reason):  # one with strides of 0, which nobody may write to
+        if OVERLAPS in str(reason):
             return Finding("modified", f"{WROTE}: {reason}")
         return Finding("raises", f"{type(reason).__name__}: {reason} ({raised_at(reason)})")
 
@@ -280,7 +282,7 @@ class Trial:
         case, takes, states = self.p.case, self.kernel.takes, tuple(self.kind.states.values())
         forward_only = self.kernel.how.forward_only
         if not forward_only:
-            yield Way("no_grad", "under torch.no_grad()", self.inference, gradients=False)
+            yield Way("no_grad", NO_GRAD, self.inference, gradients=False)
         if case.ends and "cu_seqlens" in takes:
             when = "where the boundaries in cu_seqlens have changed since a call before"
             yield Way("moved", when, self.usual | {"moved": True}, gradients=not forward_only)
@@ -325,7 +327,7 @@ class Trial:
             if times < len(calls):
                 yield Finding("differs", VARIES.format(f" (wrong in {times} of {len(calls)} calls {way.when})"), n)
             else:
-                yield Finding(way.kind, f"wrong {way.when}, right otherwise", n)
+                yield Finding(way.kind, quantity=n, when=way.when)
 
     def rare(self, usual: Found) -> tuple[Found | None, int, int]:
         """The first of many calls that differs from the usual one, how many differ, and how many were made."""

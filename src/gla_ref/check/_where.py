@@ -95,9 +95,6 @@ def locate(p: Problem, name: str, x: Tensor) -> dict:
 
 
 # -- words for cases -----------------------------------------------------------------------------
-ONLY = "Only these have "  # how a sentence on traits begins that no passing case has
-
-
 def longest(case: Case) -> int:
     """The tokens of a case's longest sequence."""
     return max(b - a for a, b in pairwise(case.ends or (0, case.T)))
@@ -190,11 +187,11 @@ def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[s
     return f"Wrong with gates {UNIFORM[min(wrong)]}{stronger}, right with gates {UNIFORM[max(right)]} and weaker{only}"
 
 
-def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
-    """Sentences on traits that only failing cases have, and on those that all of them hardly share by chance."""
-    if not passing:
-        return []
+def traits(failing: Sequence[Case], passing: Sequence[Case]) -> tuple[list[str], list[str]]:
+    """What only failing cases have, all of them; and what all of them have and hardly share by chance."""
     only, also = [], []
+    if not passing:
+        return only, also
     for name in ("T", "N", "H", "groups", "K", "V"):
         size, where = COUNTS[name], " in a sequence" * (name == "T")
         wrong, right = ([size.of(c) for c in some] for some in (failing, passing))
@@ -211,8 +208,13 @@ def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
         share = some.count(wrong[0]) / max(len(some), 1)
         if not told and wrong[0] and len({*wrong}) == 1 and share ** len(wrong) < CHANCE:
             also.append(wrong[0])
-    found = {ONLY: only, "All failing cases have ": also}
-    return [f"{who}{'; '.join(what)}" for who, what in found.items() if what]
+    return only, also
+
+
+def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
+    """Sentences on the :func:`traits`."""
+    had = zip(("Only these have", "All failing cases have"), traits(failing, passing), strict=True)
+    return [f"{who} {'; '.join(what)}" for who, what in had if what]
 
 
 # -- the smallest case ---------------------------------------------------------------------------

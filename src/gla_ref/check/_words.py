@@ -67,6 +67,12 @@ def company(report: Report) -> str:
     return f"{', '.join(report.alone)} {passes} alone, in a new process: the kernel kept state from an earlier case"
 
 
+def only_when(when: str, kept: bool = False) -> str:
+    """What is wrong in one way of calling, right in the usual one; or, if something is `kept`, right the first time."""
+    kept_from = "as the first such call of a new process: something is kept between calls"
+    return f"wrong {when}, right {kept_from if kept else 'otherwise'}"
+
+
 def reach(cases: Sequence[Case]) -> str:
     """The largest sizes among cases, and those of the largest case, where they meet."""
 
