@@ -25,7 +25,7 @@ from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._mechanisms import Kind
 from ._names import Seen, by_drop, by_head, by_name, by_terms
 from ._report import Report, Row
-from ._run import NO_GRAD, Found, Trial, attempt, broken, observe
+from ._run import NO_GRAD, Results, Trial, attempt, broken, observe
 from ._where import Bounds, by_gates, common, locate, plainly, smaller, traits
 from ._words import only_when
 from .oracle import Problem, numbers, problems, shape
@@ -47,7 +47,7 @@ class Posed:
 
     rows: list[Row]
     problem: Problem | None = None
-    found: Found | None = None  # what the kernel made of it
+    results: Results | None = None  # what the kernel made of it
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Examiner:
         k = self.kernel
         return problems(k.mechanism, cases, self.dtype, self.seed, k.how.gate, str(k.device))
 
-    def asked(self, case: Case) -> tuple[list[Row], Case | None]:
+    def within_signature(self, case: Case) -> tuple[list[Row], Case | None]:
         """The rows of what a function cannot be asked of a case, and the case that is left, if any."""
         rows, takes = [], self.kernel.takes
         if case.state and "initial_state" not in takes:
@@ -84,40 +84,40 @@ class Examiner:
 
     def pose(self, cases: list[Case]) -> list[Posed]:
         """Cases, best of one shape, worked out."""
-        asked = [self.asked(case) for case in cases]
-        made = iter(self.problems([case for _, case in asked if case]))
-        return [Posed(rows, next(made) if case else None) for rows, case in asked]
+        left = [self.within_signature(case) for case in cases]
+        made = iter(self.problems([case for _, case in left if case]))
+        return [Posed(rows, next(made) if case else None) for rows, case in left]
 
     def run(self, posed: Posed) -> Posed:
         """Call the kernel; what it made of the case, and the rows of that."""
         if posed.problem is None:
             return posed
         p, kind = posed.problem, self.kernel.kind
-        found, findings = self.observe(p)
-        stateless = found and all(found[n] is None for n in kind.states.values())
-        if stateless and p.case.loss == "both" and found["dq"] is not None:
+        results, findings = self.observe_or_break(p)
+        stateless = results and all(results[n] is None for n in kind.states.values())
+        if stateless and p.case.loss == "both" and results["dq"] is not None:
             # no state came back, so ask again with a loss of o alone
             (p,) = self.problems([replace(p.case, loss="o")])
-            found, findings = self.observe(p)
-        asked = found
+            results, findings = self.observe_or_break(p)
+        due = results
         if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
-            asked = {n: x for n, x in found.items() if not n.startswith("d")}
-        rows = posed.rows + [judge(p, n, x) for n, x in asked.items() if x is not None or self.claims(n)]
+            due = {n: x for n, x in results.items() if not n.startswith("d")}
+        rows = posed.rows + [row_of(p, n, x) for n, x in due.items() if x is not None or self.claims(n)]
         for f in findings:
             status = "not covered" if f.kind == "not covered" else "failed"
             rows.append(Row(p.case.name, f.quantity, status, f.kind, message=only_when(f.when) if f.when else str(f)))
-        return Posed(rows, p, found)
+        return Posed(rows, p, results)
 
-    def observe(self, p: Problem) -> tuple[Found, list[Finding]]:
+    def observe_or_break(self, p: Problem) -> tuple[Results, list[Finding]]:
         """What :func:`observe` finds. An error that the device does not survive is no refusal, and all that is said."""
         findings: list[Finding] = []
         try:
-            found, findings = observe(self.kernel, p)
+            results, findings = observe(self.kernel, p)
         except RuntimeError:  # outside of a call: what uses the device next has the error of a call before
             if not broken(self.kernel.device):
                 raise
         if not (reason := broken(self.kernel.device)):
-            return found, findings
+            return results, findings
         raised = next((str(f) for f in findings if f.kind == "raises"), reason)
         return {}, [Finding(BROKE, f"{raised}; after that, nothing runs on {self.kernel.device} in this process")]
 
@@ -131,7 +131,7 @@ class Examiner:
         """The next problems are worked out while a kernel compiles, those of one shape side by side."""
         groups: dict[Case, list[Case]] = {}
         for case in cases:
-            groups.setdefault(shape(self.asked(case)[1] or case), []).append(case)
+            groups.setdefault(shape(self.within_signature(case)[1] or case), []).append(case)
         pool = ThreadPoolExecutor(ORACLE_THREADS)
         posed: dict[str, tuple[Future, int]] = {}  # by the case's name
         try:
@@ -213,25 +213,25 @@ class Examiner:
 
         A case that is wrong by a few budgets only says nothing: other calls like it may be right by luck.
         """
-        s = next((s for s in failed if plainly(s.problem, s.found)), failed[0])
+        s = next((s for s in failed if plainly(s.problem, s.results)), failed[0])
         bounds = Bounds(self, s.problem, frozenset(s.wrong))
         return *bounds.statements(s.problem.case, failing, passing), bounds.cut
 
     def called(self, case: Case) -> Seen | None:
         """One more case and the kernel's results; None where it gives none, or cannot be asked."""
         k = self.kernel
-        rows, asked = self.asked(case)
-        if rows or asked is None or self.claim.fit(case, k.kind) != case:
+        rows, left = self.within_signature(case)
+        if rows or left is None or self.claim.fit(case, k.kind) != case:
             return None
         (p,) = self.problems([case])
-        found = self.made(p, not k.how.forward_only)
-        return found and Seen(p, found)
+        results = self.made(p, not k.how.forward_only)
+        return results and Seen(p, results)
 
-    def made(self, p: Problem, gradients: bool = False) -> Found | None:
+    def made(self, p: Problem, gradients: bool = False) -> Results | None:
         """What the kernel makes of a problem; None where it gives nothing."""
         trial = Trial(self.kernel, p)
-        found = attempt(self.kernel.seconds, trial.run, gradients, trial.usual if gradients else trial.inference)
-        return None if isinstance(found, Finding) else found
+        results = attempt(self.kernel.seconds, trial.run, gradients, trial.usual if gradients else trial.inference)
+        return None if isinstance(results, Finding) else results
 
 
 # -- a case by itself -----------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def passes(lines: str, seconds: float) -> bool:
 
 
 # -- rows and what they share -----------------------------------------------------------------------
-def judge(p: Problem, name: str, x: Tensor | None) -> Row:
+def row_of(p: Problem, name: str, x: Tensor | None) -> Row:
     """The verdict on one quantity of a case."""
     if x is None:
         return Row(p.case.name, name, "not covered", "missing" if p.exact[name].any() else "zero")
@@ -337,7 +337,8 @@ def examine(examiner: Examiner, report: Report, progress: Progress, journal: Mut
     lost = bool({*journal} - {*report.cases})
     for case, done in zip(left, examiner.run_all(left, progress), strict=True):
         journal[case.name] = done.rows
-        seen += [Seen(done.problem, done.found)] if done.found and not case.optional else []  # no mistake knows these
+        if done.results and not case.optional:  # no mistake knows these
+            seen.append(Seen(done.problem, done.results))
         if any(row.kind == BROKE for row in done.rows):
             lost = True
             break
@@ -360,7 +361,7 @@ def examine(examiner: Examiner, report: Report, progress: Progress, journal: Mut
     called = {s.problem.case.name for s in seen} - {*report.alone}
     explained = not lost and any(row.where and row.case in called for row in report.rows)
     n = len(report.failing)
-    found = f"{n} {'is' if n == 1 else 'are'} wrong; looking for the mistake" if explained else ""
-    progress(len(cases), len(cases), found)
+    said = f"{n} {'is' if n == 1 else 'are'} wrong; looking for the mistake" if explained else ""
+    progress(len(cases), len(cases), said)
     if explained:
         report.diagnosis = examiner.explain(report, seen)

@@ -117,8 +117,8 @@ class Kernel:
         if self.parameters is None:
             return {*OPTIONS}
         known = {*OPTIONS, *(() if getattr(self.fn, "over_ranks", False) else self.kind.optional)}
-        found = {p.name for p in self.parameters} & {*known, "output_final_state"}
-        return found | known if any(p.kind == p.VAR_KEYWORD for p in self.parameters) else found
+        named = {p.name for p in self.parameters} & {*known, "output_final_state"}
+        return named | known if any(p.kind == p.VAR_KEYWORD for p in self.parameters) else named
 
     @property
     def never_given(self) -> list[str]:

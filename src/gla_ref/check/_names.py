@@ -50,11 +50,11 @@ class Seen:
     """A problem, and what a kernel made of each of its quantities."""
 
     problem: Problem
-    found: dict[str, Tensor | None]
+    results: dict[str, Tensor | None]
 
     @cached_property
     def given(self) -> dict[str, Tensor]:
-        return {n: x for n, x in self.found.items() if x is not None}
+        return {n: x for n, x in self.results.items() if x is not None}
 
     @cached_property
     def wrong(self) -> dict[str, Tensor]:
@@ -124,10 +124,10 @@ def distance(m: Mistake, s: Seen, name: str, made: Tensor) -> float:
     """The distance of a wrong quantity from the mistake's, or of their errors if that rounds: at most 1 is a match."""
     p, x, exact, places = s.problem, s.given[name], s.problem.exact[name], s.wrong[name]
     if m.right_on_paper:
-        found, error = in_budgets(p, name, x), in_budgets(p, name, made)
-        if math.isinf(error):  # which elements are not finite depends on how tiles are masked
-            return 1.0 if m.overflow or math.isinf(found) else math.inf
-        return found / max(1.0, AS_WRONG * error)
+        kernel, mistake = in_budgets(p, name, x), in_budgets(p, name, made)
+        if math.isinf(mistake):  # which elements are not finite depends on how tiles are masked
+            return 1.0 if m.overflow or math.isinf(kernel) else math.inf
+        return kernel / max(1.0, AS_WRONG * mistake)
     if name in gates(p.kind):  # some kernels mask the gradient of a gate of -inf, others leave there what cancels
         places = places & torch.isfinite(p.inputs[name.removeprefix("d")])
     if not m.whole and p.case.ends and "N" in p.kind.axes(name):  # what comes of no tokens is a matter by itself
@@ -157,8 +157,8 @@ def nearer(s: Seen, name: str, made: Tensor) -> bool:
         return True
     seen = torch.isfinite(x) & torch.isfinite(made) & places
     x, made = (torch.where(seen, y.double(), p.exact[name]) for y in (x, made))
-    (found, _), (error, allowed) = p.judge(name, x, made), p.judge(name, x)
-    return error > allowed and found <= BETTER * error
+    (left, _), (error, allowed) = p.judge(name, x, made), p.judge(name, x)
+    return error > allowed and left <= BETTER * error
 
 
 def as_wrong(m: Mistake, compared: list[tuple[Seen, str, Tensor]]) -> float:
@@ -178,9 +178,9 @@ def as_wrong(m: Mistake, compared: list[tuple[Seen, str, Tensor]]) -> float:
         return 1 - both / either if either else 0.0
     times = []
     for s, name, made in compared:
-        found, error = in_budgets(s.problem, name, s.given[name]), in_budgets(s.problem, name, made)
-        if error > 1 + CLOSE and math.isfinite(error):
-            times.append(abs(math.log(max(found / error, LEAST))))
+        kernel, mistake = in_budgets(s.problem, name, s.given[name]), in_budgets(s.problem, name, made)
+        if mistake > 1 + CLOSE and math.isfinite(mistake):
+            times.append(abs(math.log(max(kernel / mistake, LEAST))))
     return sum(times) / len(times) / math.log(AS_WRONG) if times else 0.0
 
 
@@ -221,7 +221,7 @@ class Match:
         return f"{self.mistake.name}, in {', '.join(rest)}{' and ' * bool(rest)}{last} only{also}"
 
     @property
-    def parts(self) -> tuple:
+    def rank(self) -> tuple:
         """A key to sort by: first mistakes that explain everything, and equal results before errors of equal size."""
         m = self.mistake
         return self.somewhere, self.own != self.shown, self.follows != "", m.right_on_paper
@@ -283,7 +283,7 @@ def excess(m: Mistake, s: Seen, made: dict[str, Tensor]) -> Evidence:
     return it
 
 
-def compared(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
+def matched(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
     """A mistake as these failing calls have it; None where one of them does not."""
     it, errors = Evidence(), []
     for s in calls:
@@ -324,7 +324,7 @@ def shows(mechanism: str, it: Match, s: Seen) -> bool:
     return False
 
 
-def same(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
+def inseparable(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
     """Whether two mistakes cannot be told apart on these calls."""
     if a.mistake.right_on_paper or a.own != b.own:
         return False
@@ -390,11 +390,11 @@ def by_name(
         if m.long is bool(small):
             continue
         for C in CHUNKS if m.chunked else (ASSUMED_CHUNK,):
-            if compared(mechanism, m, C, calls[:FIRST]) and (it := compared(mechanism, m, C, calls)):
+            if matched(mechanism, m, C, calls[:FIRST]) and (it := matched(mechanism, m, C, calls)):
                 somewhere = it.somewhere or any(shows(mechanism, it, s) for s in passed)
                 matches.append(replace(it, somewhere=somewhere))
-    matches.sort(key=lambda it: (it.parts, it.besides, it.distance))
-    matches = [it for it in matches if it.parts == matches[0].parts]
+    matches.sort(key=lambda it: (it.rank, it.besides, it.distance))
+    matches = [it for it in matches if it.rank == matches[0].rank]
     if matches and matches[0].somewhere:
         matches = in_places(mechanism, matches, failed, passed, calls, call)
     return told_apart(mechanism, matches, calls[:FIRST], call, telling)
@@ -415,13 +415,13 @@ def in_places(
     left = [it for it in left if it.distance <= TIGHT and it.besides <= left[0].besides + EQUAL]
     left = [it for it in left if it.mistake.line != DECAY or not any(shows(mechanism, it, s) for s in gates_only)]
     new = again(calls[0], call) if left else []
-    left = [it for it in left if all(compared(mechanism, it.mistake, it.C, [s]) for s in new)]
+    left = [it for it in left if all(matched(mechanism, it.mistake, it.C, [s]) for s in new)]
     return left if len(calls) + len(new) > 1 else []
 
 
 def told_apart(mechanism: str, matches: list[Match], calls: Calls, call: Ask, telling: Iterable[Case]) -> list[Match]:
     """The first match and those that are the same in these calls; the telling cases are called until one is left."""
-    names = {it.name for it in matches if it is matches[0] or same(mechanism, matches[0], it, calls)}
+    names = {it.name for it in matches if it is matches[0] or inseparable(mechanism, matches[0], it, calls)}
     left = [it for it in matches if it.name in names]  # with every length of chunks that fits so far
     answers = iter(telling)
     while len({it.name for it in left}) > 1 and (case := next(answers, None)):
@@ -429,7 +429,7 @@ def told_apart(mechanism: str, matches: list[Match], calls: Calls, call: Ask, te
         fits = s and [
             it
             for it in left
-            if (compared(mechanism, it.mistake, it.C, [s]) if s.wrong else it.somewhere or not shows(mechanism, it, s))
+            if (matched(mechanism, it.mistake, it.C, [s]) if s.wrong else it.somewhere or not shows(mechanism, it, s))
         ]
         left = fits or left
     best: dict[str, Match] = {}
@@ -457,7 +457,7 @@ OWN = Mistake("", "", lambda c: c.chunks(lambda c, o, S: (c.run(S=torch.zeros_li
 
 
 @functools.lru_cache(maxsize=400)
-def pairs(mechanism: str, p: Problem, C: int) -> dict[str, Tensor]:
+def within_chunks(mechanism: str, p: Problem, C: int) -> dict[str, Tensor]:
     """The part of each quantity that does not pass through the states between chunks of C."""
     x = {n: y for n, y in p.inputs.items() if n != "d S"}
     made = evaluate(apply(mechanism, OWN, C), MECHANISMS[mechanism], x, p.case)
@@ -495,7 +495,7 @@ def explained(mechanism: str, name: str, calls: Sequence[Seen]) -> str:
     for C in CHUNKS if name in TWO and not MECHANISMS[mechanism].cache else ():
         for first, second in product(FACTORS, FACTORS):
             for s, scale, places in given:
-                own, exact = pairs(mechanism, s.problem, C)[name], s.problem.exact[name]
+                own, exact = within_chunks(mechanism, s.problem, C)[name], s.problem.exact[name]
                 a, b = (FACTORS[how](scale, s.problem.case.K) for how in (first, second))
                 if not fits(s, places, a * own + b * (exact - own)):
                     break
@@ -504,7 +504,7 @@ def explained(mechanism: str, name: str, calls: Sequence[Seen]) -> str:
     return ""
 
 
-def rounded(name: str, calls: Sequence[Seen]) -> str:
+def in_16_bits(name: str, calls: Sequence[Seen]) -> str:
     """The 16-bit dtype whose values a float32 quantity has; empty if it has more bits."""
     given = [s.given[name] for s in calls if name in s.given and s.given[name].dtype == torch.float32]
     for dtype, called in LOW.items():
@@ -527,11 +527,11 @@ def by_terms(mechanism: str, failed: Calls, passed: Calls, call: Ask) -> list[Ma
         in_budgets(s.problem, n, s.given[n]) > CLEAR for s in failed for n in names if n in s.given
     ):
         return []
-    said = [rounded(n, failed) for n in names]
+    said = [in_16_bits(n, failed) for n in names]
     said = said if all(said) else [explained(mechanism, n, failed) for n in names]
     if not all(said):
         return []
-    somewhere = not all(rounded(n, failed) or explained(mechanism, n, [*failed, *passed]) for n in names)
+    somewhere = not all(in_16_bits(n, failed) or explained(mechanism, n, [*failed, *passed]) for n in names)
     somewhere = somewhere or any(not places.all() for s in failed for n, places in s.wrong.items() if n in names)
     if somewhere:
         failed = [*failed, *again(failed[0], call)]
@@ -595,7 +595,7 @@ RULES: tuple[tuple[str, Callable[[Place, int, int], Place], Sequence[int]], ...]
 SEVERAL = (("q", "k"), ("k", "v"), ("g", "beta"), ("q", "k", "v"), ("k0", "v0"), ("k", "v", "k0", "v0"))
 
 
-def own(p: Problem, name: str, x: Tensor, at: Place, span: slice) -> Tensor:
+def slice_of(p: Problem, name: str, x: Tensor, at: Place, span: slice) -> Tensor:
     """One program's slice of a tensor, `[1, T, 1, ...]`, or `[1, 1, ...]` of a state."""
     b, h = at
     head = p.kind.head_axis(name)
@@ -627,9 +627,9 @@ def sources(s: Seen, tensors: tuple[str, ...], at: Place) -> list[Place]:
     given = {}
     for n in names:
         if n in tensors:
-            given[n] = torch.cat([own(p, n, p.inputs[n], place, span) for place in places])
+            given[n] = torch.cat([slice_of(p, n, p.inputs[n], place, span) for place in places])
         else:
-            mine = own(p, n, p.inputs[n], (b, h * heads[n] // x.shape[2]), span)
+            mine = slice_of(p, n, p.inputs[n], (b, h * heads[n] // x.shape[2]), span)
             given[n] = mine.expand(len(places), *mine.shape[1:])
     state = p.kind.whole([given[n] for n in p.kind.states if n in given])
     tokens = [given[n] for n in p.kind.arguments]
@@ -667,10 +667,10 @@ def by_head(mechanism: str, failed: Sequence[Seen]) -> list[Match]:
         for tensors in (*((n,) for n in names), *(some for some in SEVERAL if {*some} <= {*names})):
             table: dict[Place, Place] = {}
             for at in programs:
-                found = sources(s, tensors, at)
-                if len(found) != 1:
+                places = sources(s, tensors, at)
+                if len(places) != 1:
                     break
-                table[at] = found[0]
+                table[at] = places[0]
             else:
                 index = rule(table, p.inputs[tensors[0]].shape[kind.head_axis(tensors[0])])
                 of = "sequence" if p.case.ends else "batch entry"

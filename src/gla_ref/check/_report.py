@@ -109,11 +109,11 @@ class Report:
     @property
     def waived(self) -> dict[tuple[str, str], list[Row]]:
         """Failures that do not count, by quantity and reason."""
-        found: dict[tuple[str, str], list[Row]] = {}
+        groups: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
             if row.status == "waived":
-                found.setdefault((row.quantity, row.waived), []).append(row)
-        return found
+                groups.setdefault((row.quantity, row.waived), []).append(row)
+        return groups
 
     @property
     def failing(self) -> list[str]:
@@ -123,11 +123,11 @@ class Report:
     @property
     def findings(self) -> dict[tuple[str, str], list[Row]]:
         """Failures of calls rather than of numbers, by kind and message; messages that differ in numbers are one."""
-        found: dict[tuple[str, str], list[Row]] = {}
+        groups: dict[tuple[str, str], list[Row]] = {}
         for row in self.failures:
             if row.error is None:
-                found.setdefault((row.kind, re.sub(r"\d+", "0", row.message)), []).append(row)
-        return {(kind, rows[0].message): rows for (kind, _), rows in found.items()}
+                groups.setdefault((row.kind, re.sub(r"\d+", "0", row.message)), []).append(row)
+        return {(kind, rows[0].message): rows for (kind, _), rows in groups.items()}
 
     @property
     def first_wrong(self) -> list[Row]:

@@ -83,8 +83,8 @@ def reach(cases: Sequence[Case]) -> str:
     packs = [len(c.ends) - 1 for c in cases if c.ends]
     largest = max(cases, key=lambda c: c.volume)
     met = {n: getattr(largest, n) for n in "BTHKV"}
-    found = f"up to {said(most)}" + (f", {max(packs)} packed sequences" if packs else "")
-    return found if met == most else f"{found}; at most {said(met)} in one case"
+    largest_of_each = f"up to {said(most)}" + (f", {max(packs)} packed sequences" if packs else "")
+    return largest_of_each if met == most else f"{largest_of_each}; at most {said(met)} in one case"
 
 
 def tried(report: Report) -> str:
@@ -412,18 +412,18 @@ def annotations(report: Report, where: tuple[str, int] | None) -> list[str]:
     """An error for each of the first wrong quantities and failed calls, a warning for each waiver."""
     mechanism = report.settings["mechanism"]
     why = [f"It behaves as if: {match['mistake']}" for match in report.diagnosis[:1]]
-    found = []
+    lines = []
     for row in report.first_wrong:
         said = [f"error {row.error:.1e}, budget {row.budget:.1e}, first wrong at {place(row)}"]
         said += [*why, str(report.cases[row.case]), head(report)]
-        found.append(line("error", where, f"{mechanism}: {row.quantity} wrong in case {row.case}", "\n".join(said)))
+        lines.append(line("error", where, f"{mechanism}: {row.quantity} wrong in case {row.case}", "\n".join(said)))
     for (kind, message), rows in report.findings.items():
         heading = f"{mechanism}: {kind}, {rows[0].quantity} of case {rows[0].case}"
-        found.append(line("error", where, heading, f"{message}\n{report.cases[rows[0].case]}\n{head(report)}"))
-    if not report.ok and not found:
+        lines.append(line("error", where, heading, f"{message}\n{report.cases[rows[0].case]}\n{head(report)}"))
+    if not report.ok and not lines:
         missing = f"not covered (cases): {uncovered(report)}"
-        found.append(line("error", where, f"{mechanism}: {report.verdict}", missing))
+        lines.append(line("error", where, f"{mechanism}: {report.verdict}", missing))
     for (quantity, reason), rows in report.waived.items():
         heading = f"{mechanism}: {quantity} waived"
-        found.append(line("warning", where, heading, f"{reason} ({len(rows)} of {len(report.covered)} cases)"))
-    return found
+        lines.append(line("warning", where, heading, f"{reason} ({len(rows)} of {len(report.covered)} cases)"))
+    return lines
