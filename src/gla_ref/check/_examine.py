@@ -25,7 +25,7 @@ from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._mechanisms import Kind
 from ._names import Seen, by_drop, by_head, by_name, by_terms
 from ._report import Report, Row
-from ._run import NO_GRAD, Results, Trial, attempt, broken, observe
+from ._run import NO_GRAD, Results, Trial, broken, observe
 from ._where import Bounds, by_gates, common, locate, plainly, smaller, traits
 from ._words import only_when
 from .oracle import Problem, numbers, problems, shape
@@ -230,7 +230,7 @@ class Examiner:
     def made(self, p: Problem, gradients: bool = False) -> Results | None:
         """What the kernel makes of a problem; None where it gives nothing."""
         trial = Trial(self.kernel, p)
-        results = attempt(self.kernel.seconds, trial.run, gradients, trial.usual if gradients else trial.inference)
+        results = trial.attempt(gradients, trial.usual if gradients else trial.inference)
         return None if isinstance(results, Finding) else results
 
 

@@ -10,7 +10,7 @@ from ._cases import C, Case, inputs
 from ._claims import Claim, dtype_of, up
 from ._kernel import SECONDS, Convention, Finding, Kernel, device_of
 from ._mechanisms import MECHANISMS
-from ._run import Results, Trial, attempt, same
+from ._run import Results, Trial, same
 from .oracle import problems
 
 TEXT = Case("text", B=1, T=3 * C + 8, H=2, K=64, V=64)
@@ -76,8 +76,7 @@ def invariance(
         now = replace(case, **changes)
         if claim.accepts and not claim.accepts(now) or now.ends and not claim.packed:
             raise Finding("not covered", "not claimed")
-        trial = Trial(kernel, replace(p, case=now, inputs=x))
-        results = attempt(time_limit, trial.run, not how.forward_only, trial.usual)
+        results = Trial(kernel, replace(p, case=now, inputs=x)).as_usual()
         if isinstance(results, Finding):
             raise results
         return {n: y for n, y in results.items() if y is not None}

@@ -235,6 +235,14 @@ class Trial:
                 torch.cuda.synchronize(device)
             return {n: y if y is None else y.to("cpu", copy=True) for n, y in results.items()}
 
+    def attempt(self, gradients: bool, options: dict) -> Results | Finding:
+        """The same within its time, or the finding that it gives instead."""
+        return attempt(self.kernel.seconds, self.run, gradients, options)
+
+    def as_usual(self) -> Results | Finding:
+        """The call that all other ways are compared with."""
+        return self.attempt(not self.kernel.how.forward_only, self.usual)
+
     def another(self) -> torch.dtype | None:
         """The dtype of a call before the usual ones, if the kernel claims another one."""
         usual = self.p.dtypes["o"]
@@ -308,20 +316,21 @@ class Trial:
             yield Way("frozen", f"where {n} requires no gradient", {"frozen": [n]})
             yield Way("frozen", f"where only {n} requires a gradient", {"frozen": rest})
 
-    def believed(self, way: Way, usual: Results, results: Results) -> Iterator[Finding]:
-        """Findings of a way of calling that fails every time; one that fails at times is a race."""
+    def wrong(self, way: Way, usual: Results, results: Results) -> list[str]:
+        """The quantities that are wrong in a way of calling and right in the usual one."""
+        return only_then(self.p, usual, {n: x for n, x in results.items() if n not in way.lacks})
 
-        def wrong(results: Results) -> list[str]:
-            return only_then(self.p, usual, {n: x for n, x in results.items() if n not in way.lacks})
+    def blamed(self, way: Way, usual: Results, names: list[str]) -> list[str]:
+        """Those of wrong quantities that the control call of the way, if it has one, makes right."""
+        if not names or not way.control:
+            return names
+        control = self.attempt(way.gradients, way.control)
+        return [] if isinstance(control, Finding) else [n for n in names if n not in self.wrong(way, usual, control)]
 
-        names = wrong(results)
-        if names and way.control:
-            usually = attempt(self.kernel.seconds, self.run, way.gradients, way.control)
-            names = [] if isinstance(usually, Finding) else [n for n in names if n not in wrong(usually)]
-        if not names:
-            return
-        again = [attempt(self.kernel.seconds, self.run, way.gradients, way.options) for _ in range(REPEATED)]
-        calls = [names, *(wrong(results) for results in again if not isinstance(results, Finding))]
+    def repeated(self, way: Way, usual: Results, names: list[str]) -> Iterator[Finding]:
+        """Findings on wrong quantities: of the way if more such calls are all wrong, else of a race."""
+        again = [self.attempt(way.gradients, way.options) for _ in range(REPEATED if names else 0)]
+        calls = [names, *(self.wrong(way, usual, results) for results in again if not isinstance(results, Finding))]
         for n in names:
             times = sum(n in those for those in calls)
             if times < len(calls):
@@ -348,16 +357,17 @@ class Trial:
         attempt(self.kernel.seconds * self.kernel.races, calls)
         return state["other"], state["differ"], state["calls"]
 
-    def tried(self, usual: Results) -> Iterator[Finding]:
+    def other_ways(self, usual: Results) -> Iterator[Finding]:
         """Findings on results that are wrong or missing in another way of calling, and right in the usual one."""
         written, failed = self.written(), set()
         for way in self.ways(usual["dq"] is not None):
             if way.kind == "nested" and failed & {"twice", "interleaved"}:
                 continue
-            results = attempt(self.kernel.seconds, self.run, way.gradients, way.options)
+            results = self.attempt(way.gradients, way.options)
             if not isinstance(results, Finding):
                 between = way.kind in ("interleaved", "nested")
-                for f in self.believed(way, usual, results):
+                names = self.blamed(way, usual, self.wrong(way, usual, results))
+                for f in self.repeated(way, usual, names):
                     if not between or f.quantity not in written:
                         failed.add(way.kind)
                         yield f
@@ -389,12 +399,18 @@ def nearest(p: Problem, n: str, runs: list[Results]) -> Tensor | None:
 
 
 def observe(kernel: Kernel, p: Problem) -> tuple[Results, list[Finding]]:
-    """The kernel's results on a case (none if it gave none), and findings on its calls.
+    """The kernel's results on a case (none if it gave none), and findings on its calls. In order, until calls differ:
 
-    Two runs must be the same, and many more in a case that is called `often`. Then come the other ways of calling it.
-    A failure in another way may come in any call now and then: several more calls are made as usual. If they differ,
-    the report says only that, and judges the best of them. A kernel that writes into its inputs sees other inputs ever
-    after, so no other finding counts.
+        two calls as usual              `as_usual`; without results, that is all
+        hundreds as usual               `rare`, in a case that is called `often`
+        each other way of calling       `ways`: for each
+            wrong only there?           `wrong`
+            right in its control call?  `blamed`
+            wrong every time?           `repeated`: at times only, it is a race
+        some more as usual              if a way failed: such a failure may come in any call now and then
+
+    If usual calls differ, the report says only that, and judges the best of them. A kernel that writes into its inputs
+    sees other inputs ever after, so no other finding counts.
     """
     trial = Trial(kernel, p)
     before = {n: y.clone() for n, y in trial.x.items()}
@@ -402,7 +418,7 @@ def observe(kernel: Kernel, p: Problem) -> tuple[Results, list[Finding]]:
 
     def calls(n: int) -> Iterator[Results | Finding]:
         for _ in range(n):
-            results = attempt(kernel.seconds, trial.run, not kernel.how.forward_only, trial.usual)
+            results = trial.as_usual()
             failed = isinstance(results, Finding)
             yield results if failed else results | none
             if failed and results.kind in ("hangs", "not covered"):
@@ -419,7 +435,7 @@ def observe(kernel: Kernel, p: Problem) -> tuple[Results, list[Finding]]:
         runs += [other | none] if other else []
         rate = f" (in {differ} of {n} calls)" if other else ""
     if not varying(runs):
-        findings = [*trial.tried(runs[0])]
+        findings = [*trial.other_ways(runs[0])]
         if any(f.kind != "not covered" for f in findings):
             runs += calls(AGAIN)
     differ = varying(runs)

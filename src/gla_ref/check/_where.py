@@ -22,7 +22,7 @@ from ._cases import MILD, SUB, UNIFORM, C, Case, but_for_gates, held, inputs
 from ._claims import up
 from ._kernel import Finding
 from ._mechanisms import SHORT, Kind
-from ._run import Results, Trial, attempt
+from ._run import Results, Trial
 from .oracle import Problem, evaluate, numbers, parts
 
 # -- in a tensor ---------------------------------------------------------------------------------
@@ -384,8 +384,7 @@ class Bounds:
             self.cut = True
             raise Spent
         p = self.problem(case, other)
-        trial = Trial(k, p, self.apart)
-        results = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
+        results = Trial(k, p, self.apart).as_usual()
         if isinstance(results, Finding):
             return self.known.setdefault(key, {})
         judged = {n: p.judge(n, results[n]) for n in self.wrong if results.get(n) is not None and n in p.exact}
