@@ -7,11 +7,11 @@ depend on the time that it takes: a few of the smallest calls that fail.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
-from operator import add, or_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -227,91 +227,80 @@ class Match:
         return self.somewhere, self.own != self.shown, self.follows != "", m.right_on_paper
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Failing calls beside a mistake's; `a | b` is the evidence of both.
+class Likeness(NamedTuple):
+    """A quantity that is wrong in a call as the mistake makes it: its distance from that, and its error in budgets."""
 
-    Attributes:
-        farthest: the largest distance of a wrong quantity from the mistake's.
-        most: the largest error of a wrong quantity, in budgets.
-        own: the quantities that are wrong, and the mistake's.
-        near: those of them that are clearly nearer to the mistake's than to the right ones.
-        shown: the quantities that the mistake makes wrong.
-        besides: elements of wrong quantities that the mistake makes wrong and the kernel does not; `total`: all.
-        follows: whether the gates' gradient is wrong in another way, beside a wrong dq or dk.
-    """
+    name: str
+    distance: float
+    nearer: bool  # clearly nearer to the mistake's than to the right one
+    error: float
 
-    farthest: float = 0.0
-    most: float = 0.0
-    own: Set[str] = frozenset()
-    near: Set[str] = frozenset()
-    shown: Set[str] = frozenset()
-    besides: int = 0
+
+class Excess(NamedTuple):
+    """A quantity of a call, and whether the mistake makes it wrong; if the kernel does, too, how much of it besides."""
+
+    name: str
+    shown: bool
+    besides: int = 0  # elements that the mistake makes wrong and the kernel does not
     total: int = 0
-    follows: bool = False
-
-    def __or__(self, other: "Evidence") -> "Evidence":
-        how = (max, max, or_, or_, or_, add, add, or_)
-        return Evidence(*(f(x, y) for f, x, y in zip(how, vars(self).values(), vars(other).values(), strict=True)))
 
 
-def agreement(m: Mistake, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> Evidence | None:
-    """Wrong quantities that are the mistake's; None if one is neither that nor a gates' gradient of wrong dq or dk."""
-    it = Evidence()
+def likenesses(m: Mistake, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> list[Likeness] | None:
+    """These wrong quantities but gates' gradients that follow from a wrong dq or dk; None if one is not alike."""
+    alike = []
     for n in names:
         far = distance(m, s, n, made[n])
         if not far > 1:
-            near = {n} if nearer(s, n, made[n]) else set()
-            it |= Evidence(far, in_budgets(s.problem, n, s.given[n]), {n}, near)
-        elif n in gates(s.problem.kind) and {"dq", "dk"} & {*s.wrong} and not m.right_on_paper:
-            it |= Evidence(follows=True)
-        else:
+            alike.append(Likeness(n, far, nearer(s, n, made[n]), in_budgets(s.problem, n, s.given[n])))
+        elif n not in gates(s.problem.kind) or not {"dq", "dk"} & {*s.wrong} or m.right_on_paper:
             return None
-    return it
+    return alike
 
 
-def excess(m: Mistake, s: Seen, made: dict[str, Tensor]) -> Evidence:
-    """What the mistake makes wrong in a call, `besides` where the kernel's wrong quantities are right."""
-    it, p = Evidence(), s.problem
+def excesses(m: Mistake, s: Seen, made: dict[str, Tensor]) -> Iterator[Excess]:
+    """What the mistake makes wrong, whatever the kernel does."""
+    p = s.problem
     for n in (n for n in s.given if made[n] is not None):
         if m.right_on_paper:
-            it |= Evidence(shown=set() if in_budgets(p, n, made[n]) <= 1 else {n})
+            yield Excess(n, not in_budgets(p, n, made[n]) <= 1)
             continue
         beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
-        besides, total = (int((beyond & ~s.wrong[n]).sum()), beyond.numel()) if n in s.wrong else (0, 0)
-        it |= Evidence(shown={n} if beyond.any() else set(), besides=besides, total=total)
-    return it
+        counts = (int((beyond & ~s.wrong[n]).sum()), beyond.numel()) if n in s.wrong else ()
+        yield Excess(n, bool(beyond.any()), *counts)
 
 
 def matched(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
     """A mistake as these failing calls have it; None where one of them does not."""
-    it, errors = Evidence(), []
+    alike, beyond, errors, follows = [], [], [], False
     for s in calls:
         for backwards, names in enumerate((s.forward, [*s.wrong])):  # most mistakes are out before a backward pass
             if not names:
                 continue
             made = variant(mechanism, m, C, s.problem, backwards)
             missing = made is None or any(made[n] is None for n in names)
-            if missing or (agreed := agreement(m, s, names, made)) is None:
+            if missing or (some := likenesses(m, s, names, made)) is None:
                 return None
+            alike, follows = alike + some, follows or len(some) < len(names)
             errors += [(s, n, made[n]) for n in names if backwards]
-            more = excess(m, s, made)
-            it |= agreed | more
-            if more.besides:  # gradients of an output that is wrong in places are no mistake's
+            more = [*excesses(m, s, made)]
+            beyond += more
+            if any(it.besides for it in more):  # gradients of an output that is wrong in places are no mistake's
                 break
-    following = {*gates(MECHANISMS[mechanism])} if it.follows else set()
-    own, shown, farthest = it.own - following, frozenset(it.shown - following), it.farthest
+    following = {*gates(MECHANISMS[mechanism])} if follows else set()
+    own, shown = {it.name for it in alike} - following, frozenset(it.name for it in beyond if it.shown) - following
+    besides, total = (sum(counts) for counts in ([it.besides for it in beyond], [it.total for it in beyond]))
     if m.right_on_paper:
         farthest = as_wrong(m, errors)
-        partly = own != shown and any(not n.startswith("d") for n in own)  # in one pass, or in a gradient
-        refuted = farthest > 1 or m.rounding and partly
+        in_part = own != shown and any(not n.startswith("d") for n in own)  # in one pass, or in a gradient
+        refuted = farthest > 1 or m.rounding and in_part
     else:
-        in_places = it.besides > 0 and (farthest > TIGHT or it.most < CLEAR)
-        refuted = in_places or not own & shown <= it.near
-    own, besides = frozenset(own & shown), it.besides / max(it.total, 1)
+        farthest, most = (max([0.0, *of]) for of in ([it.distance for it in alike], [it.error for it in alike]))
+        in_places = besides > 0 and (farthest > TIGHT or most < CLEAR)
+        refuted = in_places or not own & shown <= {it.name for it in alike if it.nearer}
+    own = frozenset(own & shown)
     if refuted or not own:
         return None
-    return Match(m, C, farthest, shown, own, besides, it.besides > 0, FOLLOWS * it.follows)
+    return Match(m, C, farthest, shown, own, besides / max(total, 1), besides > 0, FOLLOWS * follows)
 
 
 def shows(mechanism: str, it: Match, s: Seen) -> bool:

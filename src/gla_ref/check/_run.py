@@ -342,20 +342,17 @@ class Trial:
         """The first of many calls that differs from the usual one, how many differ, and how many were made."""
         forward = self.p.case.T < SUB
         options = self.usual | {"backwards": int(not forward)}
-        state: dict = {"other": None, "differ": 0, "calls": 0}
-        gradients = not self.kernel.how.forward_only
+        others, differ = [], []
 
         def calls() -> None:  # in one thread, whose start would take as long as a call
             for _ in range(self.kernel.races):
-                results = self.run(gradients, options)
-                state["calls"] += 1
+                results = self.run(not self.kernel.how.forward_only, options)
                 made = usual | {name: y for name, y in results.items() if not (forward and name.startswith("d"))}
-                if any(not same(y, usual[name]) for name, y in made.items()):
-                    state["other"] = state["other"] or made
-                    state["differ"] += 1
+                differ.append(any(not same(y, usual[name]) for name, y in made.items()))
+                others.extend([made] * (differ[-1] and not others))
 
         attempt(self.kernel.seconds * self.kernel.races, calls)
-        return state["other"], state["differ"], state["calls"]
+        return next(iter(others), None), sum(differ), len(differ)
 
     def other_ways(self, usual: Results) -> Iterator[Finding]:
         """Findings on results that are wrong or missing in another way of calling, and right in the usual one."""
