@@ -212,13 +212,11 @@ class Match:
         also = f"; {self.follows}" if self.follows else ""
         if self.own == self.shown or self.mistake.overflow:  # what is masked is not everywhere the same
             return self.mistake.name + also
-        forward = {n for n in self.shown if not n.startswith("d")}
-        if self.own == self.shown - forward:
-            return f"{self.mistake.name}, in the backward pass only{also}"
-        if self.own == forward:
-            return f"{self.mistake.name}, in the forward pass only{also}"
+        forward = frozenset(n for n in self.shown if not n.startswith("d"))
+        passes = {forward: "the forward pass", self.shown - forward: "the backward pass"}
         *rest, last = sorted(self.own)
-        return f"{self.mistake.name}, in {', '.join(rest)}{' and ' * bool(rest)}{last} only{also}"
+        where = passes.get(self.own, f"{', '.join(rest)}{' and ' * bool(rest)}{last}")
+        return f"{self.mistake.name}, in {where} only{also}"
 
     @property
     def rank(self) -> tuple:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 from . import _words
@@ -152,12 +153,7 @@ class Report:
     @property
     def not_covered(self) -> dict[str, int]:
         """The number of cases that did not cover something, for each quantity or missing feature."""
-        left: dict[str, int] = {}
-        for row in self.rows:
-            if row.status == "not covered":
-                what = row.message or row.quantity
-                left[what] = left.get(what, 0) + 1
-        return left
+        return dict(Counter(row.message or row.quantity for row in self.rows if row.status == "not covered"))
 
     def raise_if_failed(self) -> None:
         """AssertionError with the report as its message, unless `ok`."""

@@ -316,16 +316,18 @@ def legend() -> str:
     )
 
 
+def paragraphs(*said: str) -> Iterator[str]:
+    """Those of the sentences that are not empty."""
+    yield from (f"<p>{escape(line)}</p>" for line in said if line)
+
+
 def html(report: Report) -> str:
     """The whole report; every word that came from outside is escaped."""
     kind = "in" if report.ok else "out" if report.failures else ""
     tried_of = f"{len(report.covered)} of {report.ladder} cases tried"
     parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(title(report))} ({tried_of})</p>']
-    parts += [f"<p>{escape(line)}</p>" for line in exceptions(report)]
-    parts += table(report)
-    if report.failing:
-        parts.append(f"<p>{escape(extent(report))}</p>")
-    parts += [f"<p>{escape(line)}</p>" for line in (*report.common, company(report)) if line]
+    parts += [*paragraphs(*exceptions(report)), *table(report)]
+    parts += paragraphs(extent(report) if report.failing else "", *report.common, company(report))
     for (kind, message), rows in report.findings.items():
         parts.append(f"<p><strong>{escape(kind)}</strong> {escape(called(rows))}: {escape(message[:400])}</p>")
     if report.diagnosis:
@@ -338,10 +340,7 @@ def html(report: Report) -> str:
         items = "".join(f"<li>{escape(line)}</li>" for line in report.measured)
         parts.append(f"<p>Called with other sizes and options, it is</p><ul>{items}</ul>")
         parts.append(f"<p>all else as in <code>{escape(str(report.smallest))}</code></p>")
-    if report.cut:
-        parts.append(f"<p>{CUT}</p>")
-    if undiagnosed(report):
-        parts.append(f"<p>{escape(undiagnosed(report))}</p>")
+    parts += paragraphs(CUT if report.cut else "", undiagnosed(report))
     for row in report.first_wrong:
         parts.append(
             f"<p>First wrong <strong>{escape(row.quantity)}</strong> of case {escape(row.case)}: {place(row)}"
@@ -353,10 +352,7 @@ def html(report: Report) -> str:
     if report.reproduction:
         parts.append("<p>The smallest case that fails, to run:</p>")
         parts.append(f'<pre tabindex="0">{escape(report.reproduction)}</pre>')
-    if report.not_covered:
-        parts.append(f"<p>Not covered (cases): {escape(uncovered(report))}</p>")
-    if tried(report):
-        parts.append(f"<p>{escape(tried(report))}</p>")
+    parts += paragraphs(report.not_covered and f"Not covered (cases): {uncovered(report)}", tried(report))
     return f'<div class="gla-check"><style>{STYLE}</style>{"".join(parts)}</div>'
 
 
