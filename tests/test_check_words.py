@@ -173,12 +173,6 @@ def programs(q, k, v, g, **named):
     return GATED(q, k, v, moved, **named)
 
 
-def only_strided(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
-    """Wrong, and not as if v were contiguous, where v is not."""
-    o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    return (o if v.is_contiguous() else 1.01 * o), S
-
-
 def scaled_twice(q, k, v, g, *, scale=None, **named):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, S = GATED(q, k, v, g, scale=scale, **named)
@@ -332,7 +326,7 @@ TOLD = {
         said=("gate -20, gate -inf pass alone, in a new process",)),
     "batches of four": Told(UNGATED, batches_of_four, ("length 7", "many*"), fails=("many batch entries",),
         said=("wrong from 5 batch entries on, right with 4",), passes=("many heads",)),
-    "strides": Told(UNGATED, only_strided, "[ls]*",
+    "strides": Told(UNGATED, off(LINEAR, lambda q, k, v, S: not v.is_contiguous()), "[ls]*",
         said=("wrong where v alone has strided strides and all else is contiguous",)),
     # errors that grow from token to token, and have no bound
     "drifting": Told(UNGATED, with_o(LINEAR, lambda o: o * (1 + 1e-7 * torch.arange(o.shape[1])[:, None, None] ** 1.5)),

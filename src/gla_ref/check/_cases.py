@@ -45,6 +45,11 @@ OPTIONAL = {  # what a kernel may refuse: by the role of the input that has anot
 class Case:
     """One problem of sizes B, T, H, K, V; its tensors are made from it and a seed.
 
+    By kind, in the order of a report: what it is (`name` and sizes), gates, strengths and keys (`gate` to `groups`),
+    arguments (`scale` to `index`), the initial state (`state` to `past`), how tensors are held (`strides` to
+    `optional`), how large values are (`size` to `peak`), the loss and its gradients (`pull` to `reads`), and the
+    kit's use of it (`telling`, `often`).
+
     Attributes:
         name: what the report calls it.
         gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16". "hand-over" and "relay" also

@@ -123,9 +123,7 @@ class Examiner:
 
     def claims(self, name: str) -> bool:
         """Whether a quantity should be there: no gradient without a backward pass, no state where none is claimed."""
-        if name.startswith("d"):
-            return self.claim.gradient
-        return self.claim.state or name == "o"
+        return self.claim.gradient if name.startswith("d") else self.claim.state or name == "o"
 
     def run_all(self, cases: list[Case], progress: Progress) -> Iterator[Posed]:
         """The next problems are worked out while a kernel compiles, those of one shape side by side."""
@@ -189,10 +187,10 @@ class Examiner:
         """The mistakes that the kernel behaves like, by all calls; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
-        if dropped := by_drop(failed, self.made, self.called):
-            return [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in dropped]
-        telling = sorted(self.telling, key=numbers)
-        named = by_name(mechanism, self.dtype, failed, passed, self.called, telling)
+        named = by_drop(failed, self.made, self.called)
+        if not named:
+            telling = sorted(self.telling, key=numbers)
+            named = by_name(mechanism, self.dtype, failed, passed, self.called, telling)
         matches = [it for it in named if not it.somewhere]
         terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
         matches = matches or [it for it in terms if not it.somewhere]

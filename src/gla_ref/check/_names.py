@@ -245,14 +245,14 @@ class Excess(NamedTuple):
 
 def likenesses(m: Mistake, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> list[Likeness] | None:
     """These wrong quantities but gates' gradients that follow from a wrong dq or dk; None if one is not alike."""
-    alike = []
+    agreeing = []
     for n in names:
         far = distance(m, s, n, made[n])
         if not far > 1:
-            alike.append(Likeness(n, far, nearer(s, n, made[n]), in_budgets(s.problem, n, s.given[n])))
+            agreeing.append(Likeness(n, far, nearer(s, n, made[n]), in_budgets(s.problem, n, s.given[n])))
         elif n not in gates(s.problem.kind) or not {"dq", "dk"} & {*s.wrong} or m.right_on_paper:
             return None
-    return alike
+    return agreeing
 
 
 def excesses(m: Mistake, s: Seen, made: dict[str, Tensor]) -> Iterator[Excess]:
@@ -269,7 +269,7 @@ def excesses(m: Mistake, s: Seen, made: dict[str, Tensor]) -> Iterator[Excess]:
 
 def matched(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
     """A mistake as these failing calls have it; None where one of them does not."""
-    alike, beyond, errors, follows = [], [], [], False
+    agreeing, beyond, errors, follows = [], [], [], False
     for s in calls:
         for backwards, names in enumerate((s.forward, [*s.wrong])):  # most mistakes are out before a backward pass
             if not names:
@@ -278,23 +278,23 @@ def matched(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match 
             missing = made is None or any(made[n] is None for n in names)
             if missing or (some := likenesses(m, s, names, made)) is None:
                 return None
-            alike, follows = alike + some, follows or len(some) < len(names)
+            agreeing, follows = agreeing + some, follows or len(some) < len(names)
             errors += [(s, n, made[n]) for n in names if backwards]
             more = [*excesses(m, s, made)]
             beyond += more
             if any(it.besides for it in more):  # gradients of an output that is wrong in places are no mistake's
                 break
     following = {*gates(MECHANISMS[mechanism])} if follows else set()
-    own, shown = {it.name for it in alike} - following, frozenset(it.name for it in beyond if it.shown) - following
+    own, shown = {it.name for it in agreeing} - following, frozenset(it.name for it in beyond if it.shown) - following
     besides, total = (sum(counts) for counts in ([it.besides for it in beyond], [it.total for it in beyond]))
     if m.right_on_paper:
         farthest = as_wrong(m, errors)
         in_part = own != shown and any(not n.startswith("d") for n in own)  # in one pass, or in a gradient
         refuted = farthest > 1 or m.rounding and in_part
     else:
-        farthest, most = (max([0.0, *of]) for of in ([it.distance for it in alike], [it.error for it in alike]))
+        farthest, most = (max([0.0, *of]) for of in ([it.distance for it in agreeing], [it.error for it in agreeing]))
         in_places = besides > 0 and (farthest > TIGHT or most < CLEAR)
-        refuted = in_places or not own & shown <= {it.name for it in alike if it.nearer}
+        refuted = in_places or not own & shown <= {it.name for it in agreeing if it.nearer}
     own = frozenset(own & shown)
     if refuted or not own:
         return None

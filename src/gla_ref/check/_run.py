@@ -125,18 +125,6 @@ def same(x: Tensor | None, y: Tensor | None) -> bool:
     return x.shape == y.shape and bool(((x == y) | x.isnan() & y.isnan()).all())
 
 
-def only_then(p: Problem, usual: Results, results: Results) -> list[str]:
-    """The quantities of `results` that are missing or beyond their budget, and within it in the usual run."""
-
-    def right(n, x):
-        if x is None:
-            return False
-        error, budget = p.judge(n, x)
-        return error <= budget
-
-    return [n for n, x in results.items() if not right(n, x) and right(n, usual[n])]
-
-
 @dataclass(frozen=True)
 class Way:
     """A second way to call a kernel, as training or inference does. If the usual call is right, this one must be.
@@ -317,8 +305,14 @@ class Trial:
             yield Way("frozen", f"where only {n} requires a gradient", {"frozen": rest})
 
     def wrong(self, way: Way, usual: Results, results: Results) -> list[str]:
-        """The quantities that are wrong in a way of calling and right in the usual one."""
-        return only_then(self.p, usual, {n: x for n, x in results.items() if n not in way.lacks})
+        """The quantities that a way of calling gives beyond their budget, or not at all, and the usual call within it."""
+
+        def right(n, x):
+            error, budget = (math.inf, 0.0) if x is None else self.p.judge(n, x)
+            return error <= budget
+
+        due = {n: x for n, x in results.items() if n not in way.lacks}
+        return [n for n, x in due.items() if not right(n, x) and right(n, usual[n])]
 
     def blamed(self, way: Way, usual: Results, names: list[str]) -> list[str]:
         """Those of wrong quantities that the control call of the way, if it has one, makes right."""
@@ -381,9 +375,8 @@ class Trial:
     def written(self) -> list[str]:
         """The results that another call writes into."""
         names: dict[str, None] = {}
-        for gradients in (False, True) if self.p.case.frozen else ():
-            if gradients and self.kernel.how.forward_only:
-                continue
+        modes = (False,) if self.kernel.how.forward_only else (False, True)
+        for gradients in modes if self.p.case.frozen else ():
             results = attempt(self.kernel.seconds, self.overwritten, gradients)
             names |= dict.fromkeys([] if isinstance(results, Finding) else results)
         return [*names]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -191,10 +192,8 @@ def text(report: Report) -> str:
         for sentence in report.measured:
             lines += wrapped(sentence, "  * ")
         lines += wrapped(f"all else as in {report.smallest}", "    ")
-    if report.cut:
-        lines += ["", CUT]
-    if undiagnosed(report):
-        lines += ["", *textwrap.wrap(undiagnosed(report), 80)]
+    for said in (CUT if report.cut else "", undiagnosed(report)):
+        lines += ["", *textwrap.wrap(said, 80)] if said else []
     shown = ""
     for row in report.first_wrong:
         along = "time" if "t" in row.where else "rows"
@@ -213,10 +212,8 @@ def text(report: Report) -> str:
     if report.reproduction:
         lines += ["", "The smallest case that fails, to run:", ""]
         lines.append(textwrap.indent(report.reproduction, "    "))
-    if report.not_covered:
-        lines += ["", *textwrap.wrap(f"Not covered (cases): {uncovered(report)}", 80)]
-    if tried(report):
-        lines += ["", *textwrap.wrap(tried(report), 80)]
+    for said in (report.not_covered and f"Not covered (cases): {uncovered(report)}", tried(report)):
+        lines += ["", *textwrap.wrap(said, 80)] if said else []
     lines += ["", head(report)]
     return "\n".join(lines)
 
@@ -257,14 +254,9 @@ def squares(cells: list[str], w: float, h: float) -> Iterator[str]:
     for level, shade in enumerate(SHADES[1:], 1):
         path = []
         for i, line in enumerate(cells):
-            start = 0
-            while (a := line.find(shade, start)) >= 0:
-                b = a
-                while b < len(line) and line[b] == shade:
-                    b += 1
+            for a, b in (run.span() for run in re.finditer(f"{re.escape(shade)}+", line)):
                 side = (b - a) * w
                 path.append(f"M{MARGIN + a * w:.1f} {i * h:.1f}h{side:.1f}v{h:.1f}h{-side:.1f}z")
-                start = b
         if path:
             yield f'<path class="wrong" fill-opacity="{opacity(level):.2f}" d="{"".join(path)}"/>'
 
