@@ -305,7 +305,7 @@ class Trial:
             yield Way("frozen", f"where only {n} requires a gradient", {"frozen": rest})
 
     def wrong(self, way: Way, usual: Results, results: Results) -> list[str]:
-        """The quantities that a way of calling gives beyond their budget, or not at all, and the usual call within it."""
+        """The quantities that are right in the usual call, and in another way of calling wrong or missing."""
 
         def right(n, x):
             error, budget = (math.inf, 0.0) if x is None else self.p.judge(n, x)
