@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,13 +16,18 @@ SECONDS = 60.0  # a call's time limit, unless one is given
 OPTIONS = ("scale", "initial_state", "cu_seqlens")  # the contract's; a function may lack some
 
 
-class Finding(Exception):
-    """Something wrong with the call itself; `kind` is one word for it, `quantity` what it is about.
+OfCall = Literal["not covered", "raises", "breaks", "hangs", "none", "type", "shape", "dtype", "device"]
+OfResults = Literal["modified", "differs", "overwritten", "gradient"]
+OfWay = Literal["no_grad", "moved", "dtype before", "twice", "interleaved", "nested", "stateless", "frozen"]
 
-    `when` says which way of calling alone gives a wrong result; the report makes the message of that.
+
+class Finding(Exception):
+    """Something wrong with a call, its results or a way of calling; `quantity` is what it is about.
+
+    `when` says in which way of calling alone a result is wrong; the report makes the message of that.
     """
 
-    def __init__(self, kind: str, message: str = "", quantity: str = "call", when: str = ""):
+    def __init__(self, kind: OfCall | OfResults | OfWay, message: str = "", quantity: str = "call", when: str = ""):
         super().__init__(message)
         self.kind, self.quantity, self.when = kind, quantity, when
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._cases import SUB, held, optional
-from ._kernel import Finding, Kernel, NotClaimed
+from ._kernel import Finding, Kernel, NotClaimed, OfWay
 from .oracle import Problem, evaluate
 
 KIT = Path(__file__).parent
@@ -139,7 +139,7 @@ class Way:
         may_raise: what is not covered where it raises; empty where it must not.
     """
 
-    kind: str
+    kind: OfWay
     when: str
     options: dict = field(default_factory=dict)
     control: dict | None = None
