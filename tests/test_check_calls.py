@@ -80,10 +80,6 @@ class Unlike(torch.autograd.Function):
         return ctx.pull(d, ctx.passes), None, None
 
 
-def read_as(x, read):
-    return Unlike.apply(x, read, lambda d, passes: d)
-
-
 def pulled(x, pull):
     return Unlike.apply(x, torch.clone, pull)
 
@@ -91,6 +87,10 @@ def pulled(x, pull):
 def in_order(x):
     """What a kernel reads that takes x to be contiguous; of the poison between the rows, zeros."""
     return x.as_strided(x.shape, torch.empty(x.shape).stride(), x.storage_offset()).nan_to_num()
+
+
+def read_in_order(x):
+    return Unlike.apply(x, in_order, lambda d, passes: d)
 
 
 def neighbours(x):
@@ -160,7 +160,7 @@ def skipping(q, k, v, **named):
     return pulled(o, note), S
 
 
-def on(mechanism, change=lambda x: {}, result=lambda x, o, S: (o, S)):
+def changed(change=lambda x: {}, mechanism="linear_attention", result=lambda x, o, S: (o, S)):
     """A right form on arguments that are changed, by their names, and of results that are.
 
     S0 is the initial state, if there is one; `final` tells whether the last one is asked for.
@@ -177,16 +177,13 @@ def on(mechanism, change=lambda x: {}, result=lambda x, o, S: (o, S)):
     return mechanism, fn
 
 
-def linear(change):
-    return on("linear_attention", change)
-
-
-def results(change):
-    return on("linear_attention", result=change)
+def one(name, change, mechanism="linear_attention"):
+    """A right form on arguments of which one is changed."""
+    return changed(lambda x: {name: change(x[name])}, mechanism)
 
 
 def of_o(change):
-    return results(lambda x, o, S: (change(o), S))
+    return changed(result=lambda x, o, S: (change(o), S))
 
 
 def of_do(pull):
@@ -195,7 +192,7 @@ def of_do(pull):
 
 def frozen(needed, *names):
     """Some tensors get no gradient, unless those that are needed ask for one."""
-    return linear(
+    return changed(
         lambda x: {n: x[n].detach() for n in names if n in x and not needed(*(x[m].requires_grad for m in "qkv"))}
     )
 
@@ -221,9 +218,9 @@ def without_final(x, o, S):
     return o if x["final"] else pulled(o, lambda d, passes: 0.5 * d), S
 
 
-def turned(x, axis=-1):
+def turned(x):
     """x with the channels beyond the first 16 replaced by those of the first 16, over and over."""
-    return x.index_select(axis, torch.arange(x.shape[axis]) % 16)
+    return x[..., torch.arange(x.shape[-1]) % 16]
 
 
 def overwritten(x):
@@ -259,8 +256,8 @@ def rows_beyond(x):
     return {"k": k + 0 * beyond.detach()}
 
 
-def early_resets(x):
-    return {"g": torch.cat([x["g"][:, :128], x["g"][:, 128:].clamp_min(-5)], 1)}
+def early_resets(g):
+    return torch.cat([g[:, :128], g[:, 128:].clamp_min(-5)], 1)
 
 
 def beta_in_values(x):
@@ -336,17 +333,17 @@ class Wrong(NamedTuple):
 
 MISTAKES = {
     # strides and memory
-    "S0 read as if contiguous": Wrong(linear(lambda x: {"S0": read_as(x["S0"], in_order)}), "strided", "S"),
-    "g read as if contiguous": Wrong(on("gla", lambda x: {"g": read_as(x["g"], in_order)}), "strided", "o"),
+    "S0 read as if contiguous": Wrong(one("S0", read_in_order), "strided", "S"),
+    "g read as if contiguous": Wrong(one("g", read_in_order, "gla"), "strided", "o"),
     "dS read as if contiguous": Wrong(
-        results(lambda x, o, S: (o, pulled(S, lambda d, passes: in_order(d)))), "strided", "dv"
+        changed(result=lambda x, o, S: (o, pulled(S, lambda d, passes: in_order(d)))), "strided", "dv"
     ),
-    "rows beyond T times 0": Wrong(linear(rows_beyond), "length 7", "o"),
+    "rows beyond T times 0": Wrong(changed(rows_beyond), "length 7", "o"),
     "the loss's gradient scaled in place": Wrong(of_do(lambda d, passes: d.mul_(2) / 2), "length 7", "do", "modified"),
     # what is kept from call to call
-    "boundaries looked up by address": Wrong(linear(looked_up), "packed", "o", "moved"),
-    "a ring of five": Wrong(linear(lambda x: {"q": Ring.apply(x["q"])}), "frozen inputs", "dq", "interleaved"),
-    "a buffer handed on": Wrong(linear(lambda x: {"q": Pool.apply(x["q"])}), "frozen inputs", "dq", "nested"),
+    "boundaries looked up by address": Wrong(changed(looked_up), "packed", "o", "moved"),
+    "a ring of five": Wrong(one("q", Ring.apply), "frozen inputs", "dq", "interleaved"),
+    "a buffer handed on": Wrong(one("q", Pool.apply), "frozen inputs", "dq", "nested"),
     "a buffer in the dtype of the first call": Wrong(of_o(in_first_dtype), "frozen inputs", "o", "dtype before"),
     # ways of calling
     "other code without gradients": Wrong(
@@ -356,35 +353,33 @@ MISTAKES = {
     "no dq where v needs none": Wrong(frozen(lambda q, k, v: v, "q"), "frozen inputs", "dq", "frozen"),
     "none unless k or v need one": Wrong(frozen(lambda q, k, v: k or v, "q", "S0"), "frozen inputs", "dq", "frozen"),
     "none unless all need one": Wrong(frozen(lambda q, k, v: q and v, *"qkv"), "frozen inputs", "dk", "frozen"),
-    "no chain without a final state": Wrong(results(without_final), "loss of o alone", "dk", "stateless"),
+    "no chain without a final state": Wrong(changed(result=without_final), "loss of o alone", "dk", "stateless"),
     "no gradient through the states that chunks read": Wrong(
         ("linear_attention", chunked(seen=lambda states, sequences: [S.detach() for S in states])), "length 65", "dk"
     ),
     "chunks without a gradient of o skipped": Wrong(("linear_attention", skipping), "loss of some tokens", "dv"),
     # numbers
-    "a scale of 0 taken for none": Wrong(linear(lambda x: {"scale": x["scale"] or None}), "scale zero", "o"),
-    "scores beyond half precision": Wrong(
-        linear(lambda x: {"q": torch.where(x["q"].abs() > 65504, torch.inf, x["q"])}), "huge", "o"
-    ),
+    "a scale of 0 taken for none": Wrong(one("scale", lambda scale: scale or None), "scale zero", "o"),
+    "scores beyond half precision": Wrong(one("q", lambda q: torch.where(q.abs() > 65504, torch.inf, q)), "huge", "o"),
     "the loss's gradient in half precision": Wrong(
         of_do(lambda d, passes: torch.where(d.abs() < 2**-24, 0, d)), "small loss", "dq"
     ),
-    "dbeta divided by beta": Wrong(on("delta_rule", lambda x: {"beta": divided(x["beta"])}), "strength 0", "dbeta"),
-    "dg divided by g": Wrong(on("gla", lambda x: {"g": divided(x["g"])}), "gate zero", "dg"),
-    "dg divided by the decay": Wrong(on("gla", lambda x: {"g": divided(x["g"], torch.exp)}), "gate -inf", "dg"),
-    "lost after a reset": Wrong(on("gla", after_resets), "gate many resets", "o"),
-    "no reset from token 128 on": Wrong(on("gla", early_resets), "gate many resets", "o"),
-    "strengths up to 1": Wrong(on("delta_rule", lambda x: {"beta": x["beta"].clamp_max(1)}), "strengths up to 2", "o"),
-    "keys normalised again": Wrong(on("kda", lambda x: {"k": F.normalize(x["k"], dim=-1)}), "short keys", "o"),
-    "beta left out of what is erased": Wrong(on("delta_rule", beta_in_values), "length 7", "o"),
+    "dbeta divided by beta": Wrong(one("beta", divided, "delta_rule"), "strength 0", "dbeta"),
+    "dg divided by g": Wrong(one("g", divided, "gla"), "gate zero", "dg"),
+    "dg divided by the decay": Wrong(one("g", lambda g: divided(g, torch.exp), "gla"), "gate -inf", "dg"),
+    "lost after a reset": Wrong(changed(after_resets, "gla"), "gate many resets", "o"),
+    "no reset from token 128 on": Wrong(one("g", early_resets, "gla"), "gate many resets", "o"),
+    "strengths up to 1": Wrong(one("beta", lambda beta: beta.clamp_max(1), "delta_rule"), "strengths up to 2", "o"),
+    "keys normalised again": Wrong(one("k", lambda k: F.normalize(k, dim=-1), "kda"), "short keys", "o"),
+    "beta left out of what is erased": Wrong(changed(beta_in_values, "delta_rule"), "length 7", "o"),
     # which channel, which token, which head
-    "channels of q modulo 16": Wrong(linear(lambda x: {"q": turned(x["q"])}), "wide", "o"),
-    "channels of v modulo 16": Wrong(linear(lambda x: {"v": turned(x["v"])}), "wide", "S"),
-    "channels of g modulo 16": Wrong(on("gla", lambda x: {"g": turned(x["g"])}), "wide", "dg"),
-    "rows of S0 modulo 16": Wrong(linear(lambda x: {"S0": turned(x["S0"], -2)}), "wide", "S"),
-    "v masked like k": Wrong(linear(as_wide_as_keys), "values wider than keys", "o"),
-    "a buffer of strengths": Wrong(on("delta_rule", overwritten), "many tokens and heads", "o"),
-    "dk of two value heads": Wrong(on("delta_rule", first_two), "value heads strided", "dk"),
+    "channels of q modulo 16": Wrong(one("q", turned), "wide", "o"),
+    "channels of v modulo 16": Wrong(one("v", turned), "wide", "S"),
+    "channels of g modulo 16": Wrong(one("g", turned, "gla"), "wide", "dg"),
+    "rows of S0 modulo 16": Wrong(one("S0", lambda S: turned(S.mT).mT), "wide", "S"),
+    "v masked like k": Wrong(changed(as_wide_as_keys), "values wider than keys", "o"),
+    "a buffer of strengths": Wrong(changed(overwritten, "delta_rule"), "many tokens and heads", "o"),
+    "dk of two value heads": Wrong(changed(first_two, "delta_rule"), "value heads strided", "dk"),
     "a last tile of 48 that is whole": Wrong(("simple_gla", whole_tile), "480 tokens", "S"),
     # the inverse of I + A
     "inverse transposed": Wrong(inverted(lambda A: inverse(A).mT), "length 7", "dbeta"),
@@ -423,7 +418,7 @@ def test_a_kind_of_mistake_is_caught(name):
 
 
 def test_a_gradient_that_other_cases_have_is_missed():
-    _, fn = linear(lambda x: {"S0": x["S0"] if x["S0"].any() else x["S0"].detach()})
+    _, fn = changed(lambda x: {"S0": x["S0"] if x["S0"].any() else x["S0"].detach()})
     report = check.kernel("linear_attention", fn, only="state of*")
     assert [(row.case, row.quantity, row.kind) for row in report.failures] == [("state of zeros", "dS0", "missing")]
 
@@ -511,23 +506,18 @@ def test_strides_are_those_of_the_own_order_of_axes():
     """What is contiguous, and what is not, is what the kernel sees, and the layout and the gates are its own."""
     seen = {}
 
-    class Contiguous(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, o, S):
-            return o.clone(), S.clone()
-
-        @staticmethod
-        def backward(ctx, do, dS):
-            seen["backward"] = {do.is_contiguous(), dS.is_contiguous()}
-            return do, dS
+    def note(d, passes):
+        seen.setdefault("backward", set()).add(d.is_contiguous())
+        return d
 
     def fn(q, k, v, g, *, initial_state=None):
         S = initial_state
         seen["forward"] = {x.is_contiguous() for x in (q, k, v, g, S)}
         o, S = GATED(*(x.transpose(1, 2) for x in (q, k, v, 0.6931471805599453 * g)), initial_state=S.mT)
-        return Contiguous.apply(o.transpose(1, 2).contiguous(), S.mT.contiguous())
+        return tuple(pulled(x.contiguous(), note) for x in (o.transpose(1, 2), S.mT))
 
     for case, contiguous in (("square", True), ("strided", False)):
+        seen.clear()
         check.kernel("gla", fn, layout="bhtd", state="vk", gate="log2", only=case).raise_if_failed()
         assert seen == {"forward": {contiguous}, "backward": {contiguous}}
 

@@ -173,12 +173,6 @@ def programs(q, k, v, g, **named):
     return GATED(q, k, v, moved, **named)
 
 
-def only_strided(q, k, v, *, scale=None, initial_state=None, cu_seqlens=None):
-    """Wrong, and not as if v were contiguous, where v is not."""
-    o, S = LINEAR(q, k, v, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    return (o if v.is_contiguous() else 1.01 * o), S
-
-
 def scaled_twice(q, k, v, g, *, scale=None, **named):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, S = GATED(q, k, v, g, scale=scale, **named)
@@ -224,9 +218,9 @@ def nudged(q, k, v, **named):
     return LINEAR(q, backward(k, nudge), v, **named)
 
 
-# what is said of them
+# mechanisms, and what is said of wrong kernels
 
-ALL, NONE, SIMPLE, RULE = "softmax_attention", "linear_attention", "simple_gla", "gated_delta_rule"
+SOFTMAX, UNGATED, SIMPLE_GLA, GATED_DELTA = "softmax_attention", "linear_attention", "simple_gla", "gated_delta_rule"
 STATE, SUMS = "initial state ignored", "running sum of gates in bfloat16"
 STRICT, PAIRS = "mask strict instead of inclusive", "Gamma left out of the scores: pairs not decayed"
 BASE_2 = "state's decay from chunk to chunk in base 2"
@@ -235,8 +229,8 @@ RESET, LOST = "NaN after a gate of -inf (-inf minus -inf) taken for a decay to n
 GATES = ("length 64", "gate zero", "gate -1", "gate -20", "gate -inf", "gate many resets", "gate resets*")
 RESETS, TWICE = ("gate -inf", "gate many resets", "gate resets at chunk ends"), "o with scale twice"
 LATER = fresh_kernels.case("gla", "", scores=lost_by_difference).fn
-TAIL, CUT = fresh_kernels.case(NONE, "", C=64, carry=without_the_rest).fn, "running sums of gates cut off at -80"
-TILES = fresh_kernels.case(ALL, "", earlier=behind_tiles).fn
+TAIL, CUT = fresh_kernels.case(UNGATED, "", C=64, carry=without_the_rest).fn, "running sums of gates cut off at -80"
+TILES = fresh_kernels.case(SOFTMAX, "", earlier=behind_tiles).fn
 
 
 class Told(NamedTuple):
@@ -259,20 +253,22 @@ def somewhere(mechanism, name, where, only, *said):
 
 # fmt: off
 TOLD = {
-    LOST: Told(ALL, lambda q, k, v, **named: ATTENTION(q.detach() + 0 * q, k, v, **named), "length 65", LOST),
-    STATE: Told(NONE, made(NONE, STATE), ("length 6*", "packed*"), STATE),
-    PAIRS: Told(RULE, made(RULE, PAIRS), "gate -0.2", PAIRS),
-    "one packed sequence": somewhere(NONE, STATE, whole(lambda q, cu: cu is not None and len(cu) == 2), "[ow]*",
+    LOST: Told(SOFTMAX, lambda q, k, v, **named: ATTENTION(q.detach() + 0 * q, k, v, **named), "length 65", LOST),
+    STATE: Told(UNGATED, made(UNGATED, STATE), ("length 6*", "packed*"), STATE),
+    PAIRS: Told(GATED_DELTA, made(GATED_DELTA, PAIRS), "gate -0.2", PAIRS),
+    "one packed sequence": somewhere(UNGATED, STATE, whole(lambda q, cu: cu is not None and len(cu) == 2), "[ow]*",
         "wrong with cu_seqlens, right without"),
-    "short sequences": somewhere(NONE, STATE, whole(lambda q, cu: q.shape[1] <= 40), "length*",
+    "short sequences": somewhere(UNGATED, STATE, whole(lambda q, cu: q.shape[1] <= 40), "length*",
         "wrong up to 40 tokens, right with 41"),
-    "one token more than a chunk": somewhere(NONE, REST, whole(lambda q, cu: q.shape[1] % 64 == 1 < q.shape[1]),
+    "one token more than a chunk": somewhere(UNGATED, REST, whole(lambda q, cu: q.shape[1] % 64 == 1 < q.shape[1]),
         "length*", "wrong with 65 and 129 tokens, right with 64, 66"),
-    "wide values": somewhere(SIMPLE, UNDECAYED, wide, "[lw]*", f"{UNDECAYED}, only in columns 32 to", "right with 32"),
-    "many heads": somewhere(NONE, STRICT, whole(lambda q, cu: q.shape[2] > 6), "[lm]*",
+    "wide values": somewhere(SIMPLE_GLA, UNDECAYED, wide, "[lw]*",
+        f"{UNDECAYED}, only in columns 32 to", "right with 32"),
+    "many heads": somewhere(UNGATED, STRICT, whole(lambda q, cu: q.shape[2] > 6), "[lm]*",
         "wrong from 7 heads on, right with 6"),
-    "many tokens and heads": Told(SIMPLE, some(SIMPLE, SUMS, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192), 64),
-        ("length 65", "many tokens and heads"), "",  # calls of so many tokens are not compared with mistakes
+    "many tokens and heads": Told(SIMPLE_GLA,  # calls of so many tokens are not compared with mistakes
+        some(SIMPLE_GLA, SUMS, whole(lambda q, cu: q.shape[1] * q.shape[2] > 8192), 64),
+        ("length 65", "many tokens and heads"), "",
         ("wrong from 1025 tokens on, right with 1024", "wrong from 8 heads on, right with 7")),
     # a term, a pass, a rounding
     TWICE: Told("gla", scaled_twice, "length *5", TWICE),
@@ -284,56 +280,56 @@ TOLD = {
     "dS": Told("gla", ignoring_dS, "length 145", "gradient of the final state ignored"),
     "a tail": Told(*fresh_kernels.WRONG["last_value_columns_forgotten"][:2], "wide",
         said=("66 and 67 channels of values, right with 32 and 64",)),
-    "two budgets": Told(NONE, nudged, "length 65", ""),
+    "two budgets": Told(UNGATED, nudged, "length 65", ""),
     "another head": Told("gla", programs, ("length *", "loss of some*", "many [hst]*"), said=(
         "g of another head: head 0 of batch entry 1 reads head 3 of batch entry 0",
         "read program b 3 + h instead of b H + h")),
     # no name where it does not explain all, and no other one
-    "skipped gradients": Told(ALL, skipping, ("length *", "loss *"), fails=("loss of some tokens",),
+    "skipped gradients": Told(SOFTMAX, skipping, ("length *", "loss *"), fails=("loss of some tokens",),
         said=("wrong with a loss of some tokens only, right without",), unsaid=("tokens on, right",)),
-    "an odd number": Told(NONE, odd, ("length *", "packed*"), "",
+    "an odd number": Told(UNGATED, odd, ("length *", "packed*"), "",
         said=("wrong with 3 packed sequences, right with 2 and 4",),
         fails=("packed", "packed with scale"), passes=("packed strided",)),
-    "behind tiles": Told(ALL, TILES, ("length *", "square", "long*"), "", ("tokens in the cache, right with 32",),
+    "behind tiles": Told(SOFTMAX, TILES, ("length *", "square", "long*"), "", ("tokens in the cache, right with 32",),
         fails=("length 7", "long cache")),
-    "blocks": Told(NONE, blocks, "w*", said=("only in channels 102 to 135 of 136",), fails=("widest",),
+    "blocks": Told(UNGATED, blocks, "w*", said=("only in channels 102 to 135 of 136",), fails=("widest",),
         passes=("wide", "wider"), unsaid=("beyond the first 64",)),
     "after resets": Told("gla", LATER, GATES, RESET, fails=RESETS,
         said=("Wrong with gates -inf, right with gates -20 and weaker",), passes=("gate -20",)),
-    CUT: Told(SIMPLE, made(SIMPLE, CUT), GATES, CUT, fails=("gate -20",), passes=("gate zero",)),
-    "without the rest": Told(NONE, TAIL, ("length 6*", "packed"), REST, fails=("length 65", "packed"),
+    CUT: Told(SIMPLE_GLA, made(SIMPLE_GLA, CUT), GATES, CUT, fails=("gate -20",), passes=("gate zero",)),
+    "without the rest": Told(UNGATED, TAIL, ("length 6*", "packed"), REST, fails=("length 65", "packed"),
         passes=("length 64",), unsaid=("only in sequence",)),
     # bounds
-    "gates of -1": Told(SIMPLE, off(SCALAR, lambda q, k, v, g, S: (g < -0.5).any()),
+    "gates of -1": Told(SIMPLE_GLA, off(SCALAR, lambda q, k, v, g, S: (g < -0.5).any()),
         ("length 6*", "gate -1", "gate -0.2"), said=("wrong with gates -1, right with gates logsigmoid/16",),
         unsaid=("gates -1, right without",)),
     "strengths": Told("delta_rule", off(DELTA, lambda q, k, v, beta, S: (beta > 1).any()),
         ("length 6*", "strength 2", "strengths up to 2"),
         said=("wrong with strengths of 2, right with random strengths below 1",)),
-    "a long cache": Told(ALL, off(ATTENTION, lambda q, k, v, cached: cached[0].shape[1] > 256),
+    "a long cache": Told(SOFTMAX, off(ATTENTION, lambda q, k, v, cached: cached[0].shape[1] > 256),
         ("length 1", "long cache*", "481 tokens"), fails=("481 tokens", "long cache"),
         unsaid=("in the cache", "initial state")),
-    "few tokens": Told(NONE, few_tokens, ("length *", "one token*"), said=("wrong up to 3 tokens, right with 4",),
+    "few tokens": Told(UNGATED, few_tokens, ("length *", "one token*"), said=("wrong up to 3 tokens, right with 4",),
         unsaid=("with an initial state",)),
-    "a case that is right": Told(NONE, off(LINEAR, lambda q, k, v, S: q.shape[1] >= 24 and q.shape[-1] != 40),
+    "a case that is right": Told(UNGATED, off(LINEAR, lambda q, k, v, S: q.shape[1] >= 24 and q.shape[-1] != 40),
         ("length 6*", "wide", "square"), fails=("length 65", "square"), passes=("wide",),
         unsaid=("tokens on, right",)),  # of 67 tokens a case is right, whatever the number of channels
-    "no whole tile": Told(SIMPLE, padded, ("length 6?", "length 128"), fails=("length 63", "length 65"),
+    "no whole tile": Told(SIMPLE_GLA, padded, ("length 6?", "length 128"), fails=("length 63", "length 65"),
         said=("wrong with 1, 63 and 65 tokens, right with 64 and 128 tokens",), passes=("length 64",)),
     "strong backwards": Told("gla", strong_backwards, ("length 64", "gate zero", "gate -0.2", "gate -1", "gate -20"),
         said=("and stronger, right with gates", "and weaker; only dq is wrong"), fails=("gate -1", "gate -20"),
         passes=("length 64",)),
-    "a pool": Told(NONE, pooled, ("length 1", "*without state", "no initial state"), fails=("no initial state",),
+    "a pool": Told(UNGATED, pooled, ("length 1", "*without state", "no initial state"), fails=("no initial state",),
         said=("right as the first such call of a new process: something is kept between calls",),
         unsaid=("right otherwise",)),
     "old gates": Told("gla", old_gates, "gate -[02i]*[02f]", fails=("gate -20", "gate -inf"), passes=("gate -0.2",),
         said=("gate -20, gate -inf pass alone, in a new process",)),
-    "batches of four": Told(NONE, batches_of_four, ("length 7", "many*"), fails=("many batch entries",),
+    "batches of four": Told(UNGATED, batches_of_four, ("length 7", "many*"), fails=("many batch entries",),
         said=("wrong from 5 batch entries on, right with 4",), passes=("many heads",)),
-    "strides": Told(NONE, only_strided, "[ls]*",
+    "strides": Told(UNGATED, off(LINEAR, lambda q, k, v, S: not v.is_contiguous()), "[ls]*",
         said=("wrong where v alone has strided strides and all else is contiguous",)),
     # errors that grow from token to token, and have no bound
-    "drifting": Told(NONE, with_o(LINEAR, lambda o: o * (1 + 1e-7 * torch.arange(o.shape[1])[:, None, None] ** 1.5)),
+    "drifting": Told(UNGATED, with_o(LINEAR, lambda o: o * (1 + 1e-7 * torch.arange(o.shape[1])[:, None, None] ** 1.5)),
         "l*", unsaid=("tokens",)),
 }
 # fmt: on
@@ -362,7 +358,7 @@ def test_a_wrong_decay_is_no_name_where_calls_with_other_gates_contradict_it(mon
 
 @pytest.mark.deep
 def test_sizes_that_are_wrong_by_luck_are_no_bound():
-    report = check.kernel(ALL, by_luck, only=["length 1", "length 7", "length 64", "long cache and*"])
+    report = check.kernel(SOFTMAX, by_luck, only=["length 1", "length 7", "length 64", "long cache and*"])
     assert report.failing, str(report)
     assert not any("right with" in line and " and " in line and "wrong with" in line for line in report.measured)
 
@@ -377,7 +373,7 @@ def test_packed_attention_is_measured_without_a_cache():
             k.register_hook(lambda dk: torch.cat([dk[:, :a], dk[:, a:].roll(1, 2)], 1))
         return o, cached
 
-    report = check.kernel(ALL, moved, only="[lp]*")
+    report = check.kernel(SOFTMAX, moved, only="[lp]*")
     assert report.failures and report.measured, str(report)
 
 
@@ -407,7 +403,7 @@ def test_gates_of_cases_that_differ_otherwise_are_not_compared():
 def test_the_table_says_that_equal_calls_differ():
     calls = itertools.count()
     at_times = with_o(LINEAR, lambda o: 1.01 * o if next(calls) % 9 == 8 else o)
-    report = check.kernel(NONE, at_times, only="length 7")
+    report = check.kernel(UNGATED, at_times, only="length 7")
     (row,) = [line for line in str(report).splitlines() if line.startswith("o  ")]
     assert row.split()[1:3] == ["1", "1"] and row.endswith("equal calls differ in 1 case"), str(report)
     assert "equal calls differ in 1 case" in report._repr_html_()
@@ -416,7 +412,7 @@ def test_the_table_says_that_equal_calls_differ():
 def test_the_search_says_when_it_was_cut(monkeypatch):
     monkeypatch.setattr("gla_ref.check._where.TRIALS", 1)
     monkeypatch.setattr("gla_ref.check._where.MORE", 0)
-    report = check.kernel(NONE, odd, only="packed")
+    report = check.kernel(UNGATED, odd, only="packed")
     assert report.failing == ["packed"] and not report.diagnosis and not report.measured, str(report)
     said = "The search for bounds was cut off: its calls were spent."
     assert said in words(report) and said in report._repr_html_()

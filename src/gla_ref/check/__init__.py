@@ -73,11 +73,11 @@ def selected(
     """
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     ladder = Ladder([only], 0, []) if isinstance(only, Case) else claimed(mechanism, level, seed, claim, dtype)
-    asked = ("*",) if only is None or isinstance(only, Case) else (only,) if isinstance(only, str) else tuple(only)
-    chosen = [case for case in ladder.cases if any(fnmatch(case.name, pattern) for pattern in asked)]
+    patterns = ("*",) if only is None or isinstance(only, Case) else (only,) if isinstance(only, str) else tuple(only)
+    chosen = [case for case in ladder.cases if any(fnmatch(case.name, pattern) for pattern in patterns)]
     tried = [case for case in chosen if not any(fnmatch(case.name, pattern) for pattern in skip)]
     if not tried:
-        hint = "" if chosen else hint_for_unmatched(mechanism, asked, ladder)
+        hint = "" if chosen else hint_for_unmatched(mechanism, patterns, ladder)
         skipped = f", and skip {skip}" if skip else ""
         raise ValueError(f"only: expected a pattern that fits a case, got {only!r}{skipped}{hint}")
     return ladder, chosen, tried
@@ -111,6 +111,10 @@ def kernel(
     Each case is called twice, as in inference (nothing requires a gradient), and with a second backward pass through
     the same graph; some cases in further ways, such as another call between the forward and the backward pass, or
     after a call in another dtype.
+
+    The arguments say what is checked and what it claims (`mechanism` to `supports`), on which cases and what counts
+    (`level` to `seed`), the kernel's convention (`layout` to `forward_only`), and how the check proceeds (`time_limit`
+    to `journal`).
 
     Args:
         mechanism: a key of `gla_ref.check.MECHANISMS`.
@@ -188,6 +192,6 @@ def kernel(
         skipped=[case.name for case in chosen if case not in tried],
     )
     telling = tuple(case for case in ladder.cases if case.telling and case not in chosen)
-    journal = {} if journal is None else journal
-    examine(Examiner(subject, dtype, seed, claim, telling), report, progress or (lambda *_: None), journal)
+    examiner = Examiner(subject, dtype, seed, claim, telling)
+    examine(examiner, report, progress or (lambda *_: None), {} if journal is None else journal)
     return report

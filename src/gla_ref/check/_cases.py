@@ -45,6 +45,11 @@ OPTIONAL = {  # what a kernel may refuse: by the role of the input that has anot
 class Case:
     """One problem of sizes B, T, H, K, V; its tensors are made from it and a seed.
 
+    By kind, in the order of a report: what it is (`name` and sizes), gates, strengths and keys (`gate` to `groups`),
+    arguments (`scale` to `index`), the initial state (`state` to `past`), how tensors are held (`strides` to
+    `optional`), how large values are (`size` to `peak`), the loss and its gradients (`pull` to `reads`), and the
+    kit's use of it (`telling`, `often`).
+
     Attributes:
         name: what the report calls it.
         gate: a rung of the gate ladder, such as "-20", "many resets" or "logsigmoid/16". "hand-over" and "relay" also
@@ -149,20 +154,20 @@ def cases(mechanism: str, level: str = "quick", seed: int = 0) -> list[Case]:
         raise ValueError(f"level: expected 'quick' or 'full', got {level!r}")
     kind = MECHANISMS[mechanism]
     gates, strengths = kind.named("gate"), kind.named("strength")
-    found = of_lengths()
-    found += of_gates() if gates else []
-    found += of_calls(kind)
-    found += of_caches() if kind.cache else of_states(kind)
-    found += of_strong_gates(gates[0]) if gates else []
-    found += of_strengths(strengths[0]) if strengths else []
-    found += of_value_heads() if kind.mechanism.multiples else []
+    ladder = of_lengths()
+    ladder += of_gates() if gates else []
+    ladder += of_calls(kind)
+    ladder += of_caches() if kind.cache else of_states(kind)
+    ladder += of_strong_gates(gates[0]) if gates else []
+    ladder += of_strengths(strengths[0]) if strengths else []
+    ladder += of_value_heads() if kind.mechanism.multiples else []
     if level == "full":
-        found += of_large_sizes(kind.widest)
-        found += [case for case in on_packed_and_long() if gates and case not in found]
+        ladder += of_large_sizes(kind.widest)
+        ladder += [case for case in on_packed_and_long() if gates and case not in ladder]
         turns = product(TURNS if strengths else (), (8192, 32768))
-        found += [Case(f"{turn}, {T} tokens", **STRONG_SIZES | {"H": 2, "T": T}, gate=turn) for turn, T in turns]
-        found += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
-    return found
+        ladder += [Case(f"{turn}, {T} tokens", **STRONG_SIZES | {"H": 2, "T": T}, gate=turn) for turn, T in turns]
+        ladder += [any_case(mechanism, Random(f"{seed} {n}"), f"random {n}") for n in range(SEARCH)]
+    return ladder
 
 
 def of_lengths() -> list[Case]:
@@ -173,8 +178,8 @@ def of_lengths() -> list[Case]:
 
 def of_gates() -> list[Case]:
     """The gate ladder, in one chunk and a piece; many resets, in three chunks and a piece."""
-    found = [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g) for g in GATES[:-1]]
-    return [*found, Case("gate many resets", T=3 * C + 3, H=2, gate=GATES[-1], telling=True)]
+    ladder = [Case(f"gate {g}", T=C + SUB + 3, H=2, gate=g) for g in GATES[:-1]]
+    return [*ladder, Case("gate many resets", T=3 * C + 3, H=2, gate=GATES[-1], telling=True)]
 
 
 def of_calls(kind: Kind) -> list[Case]:
@@ -189,7 +194,7 @@ def of_calls(kind: Kind) -> list[Case]:
     long = {"H": 2, "T": 300} if strengths else {"H": 16, "K": 3, "V": 4, "T": 4 * C + 10}
     long = {"H": 1, "T": 8 * C + 1} if kind.cache else long
     tiled = (481,) if kind.cache else (480, 481)  # a cache has no final state that a last whole tile could miss
-    found = [
+    ladder = [
         Case("square", H=2, K=6, V=6, T=2 * C, telling=True),
         Case("one head", H=1, K=64, V=48, T=C + SUB + 1),
         Case("wide", H=2, K=40, V=36, T=C + 3),
@@ -234,8 +239,8 @@ def of_calls(kind: Kind) -> list[Case]:
         Case("values wider than keys", B=1, H=1, K=16, V=80, T=C + 3),
     ]
     if gates or strengths:  # more of them than a buffer of 8192 numbers holds
-        found.append(Case("many tokens and heads", B=1, T=16 * C + SUB, H=8, K=2, V=3, gate="-1" if gates else MILD))
-    return [*found, Case("gates on values", B=1, H=2, K=3, V=4, T=C + 3, optional=True)] if kind.optional else found
+        ladder.append(Case("many tokens and heads", B=1, T=16 * C + SUB, H=8, K=2, V=3, gate="-1" if gates else MILD))
+    return [*ladder, Case("gates on values", B=1, H=2, K=3, V=4, T=C + 3, optional=True)] if kind.optional else ladder
 
 
 def of_caches() -> list[Case]:
@@ -266,8 +271,8 @@ def of_states(kind: Kind) -> list[Case]:
 
 def on_packed_and_long() -> list[Case]:
     """The gate ladder again: in packed sequences, and in sixteen chunks and a piece."""
-    found = [Case(f"gate {g} packed", **PACKED, gate=g) for g in GATES]
-    return found + [Case(f"gate {g} long", B=1, H=2, T=LAST, gate=g) for g in GATES]
+    packed = [Case(f"gate {g} packed", **PACKED, gate=g) for g in GATES]
+    return packed + [Case(f"gate {g} long", B=1, H=2, T=LAST, gate=g) for g in GATES]
 
 
 def of_strong_gates(name: str) -> list[Case]:
@@ -313,9 +318,9 @@ def of_value_heads() -> list[Case]:
 
 def of_large_sizes(widest: int) -> list[Case]:
     """Long sequences, and unusual sizes up to the widest state."""
-    found = [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (LAST, 4096, 8192)]
+    long = [Case(f"length {T}", B=1, H=2, K=16, V=24, T=T) for T in (LAST, 4096, 8192)]
     sizes = (1, 1, 1, 1), (5, 1, 8, 20), (1, 9, 20, 8), (1, 2, 128, 100), (1, 1, 256, widest)
-    return found + [Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1) for B, H, K, V in sizes]
+    return long + [Case(f"sizes B={B} H={H} K={K} V={V}", B=B, H=H, K=K, V=V, T=C + 1) for B, H, K, V in sizes]
 
 
 def but_for_gates(case: Case) -> Case:
@@ -440,10 +445,10 @@ def lowest_held(floor: float, gate: str, dtype: torch.dtype) -> float:
 
 def sizes_of(kind: Kind, case: Case) -> dict[str, int]:
     """The size of every axis of what a case gives."""
-    found = {"B": case.B, "T": case.T, "H": case.H, "K": case.K, "V": case.V}
-    found |= {many: case.groups * found[few] for many, few in kind.mechanism.multiples}
+    sizes = {"B": case.B, "T": case.T, "H": case.H, "K": case.K, "V": case.V}
+    sizes |= {many: case.groups * sizes[few] for many, few in kind.mechanism.multiples}
     N = case.B if case.ends is None else len(case.ends) - 1
-    return found | {"N": N, "T0": case.past if case.state else 0}
+    return sizes | {"N": N, "T0": case.past if case.state else 0}
 
 
 def optional(kind: Kind, case: Case) -> str:
@@ -462,7 +467,7 @@ def held(kind: Kind, name: str, case: Case, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if state else dtype
 
 
-def shared(kind: Kind, name: str, y: Tensor) -> Tensor:
+def as_expanded(kind: Kind, name: str, y: Tensor) -> Tensor:
     """An input's values that need no more memory than that of a single head, channel or sequence."""
     x = kind.tensors[name]
     if x.role in ("gate", "strength"):
@@ -531,7 +536,7 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
         x["q"][..., 0], x["k"][..., 0] = 1, -case.peak * case.K**0.5
         x["k"][:, case.T // 2, :, 0] = 0
     if case.strides == "expanded":
-        x = {n: torch.ones_like(y) if n in pulls else shared(kind, n, y) for n, y in x.items()}
+        x = {n: torch.ones_like(y) if n in pulls else as_expanded(kind, n, y) for n, y in x.items()}
     gates = kind.mechanism.named("gate")
     for n, y in x.items():
         low = held(kind, n, case, dtype)

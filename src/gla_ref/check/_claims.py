@@ -31,10 +31,10 @@ LOWEST = {
 
 def dtype_of(x: torch.dtype | str) -> torch.dtype:
     """A dtype by its name here (bf16), by PyTorch's, or as it is."""
-    found = DTYPES.get(x, getattr(torch, x, None)) if isinstance(x, str) else x
-    if found not in DTYPES.values():
+    dtype = DTYPES.get(x, getattr(torch, x, None)) if isinstance(x, str) else x
+    if dtype not in DTYPES.values():
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {x!r}")
-    return found
+    return dtype
 
 
 def lowest(gate: str) -> float:
@@ -157,26 +157,26 @@ def claimed(mechanism: str, level: str, seed: int, claim: Claim, dtype: torch.dt
     kind, whole = MECHANISMS[mechanism], cases(mechanism, level, seed)
     if dtype not in claim.dtypes:
         raise ValueError(f"supports: {claim}, so nothing is left to test in {dtype}")
-    found, tried, left = {}, [], []
+    places, tried, left = {}, [], []
     for case in whole:
         made = claim.fit(case, kind)
         key = made and replace(made, name="", telling=False, often=False)
-        if made is None or made != case and key in found:
+        if made is None or made != case and key in places:
             left.append(case.name)
             if made and made.often:  # the case that stands for it is called as often
-                tried[found[key]] = replace(tried[found[key]], often=True)
+                tried[places[key]] = replace(tried[places[key]], often=True)
         else:
-            found[key] = len(tried)
+            places[key] = len(tried)
             tried.append(made)
     if not tried:
         raise ValueError(f"supports: {claim}, so nothing is left to test")
     made = len({*tried} - {*whole})
-    pairs, sizes = {(case.K, case.V) for case in tried}, USUAL[2:4] if claim.accepts else None
+    sizes_tried, sizes = {(case.K, case.V) for case in tried}, USUAL[2:4] if claim.accepts else None
     for K, V in product(sizes or claim.K or (0,), sizes or claim.V or (0,)):
         new = Case(f"sizes K={K or WIDE.K} V={V or WIDE.V}", H=2, T=C + 3, K=K or WIDE.K, V=V or WIDE.V)
-        if K + V and (new := claim.fit(new, kind)) and (new.K, new.V) not in pairs:
+        if K + V and (new := claim.fit(new, kind)) and (new.K, new.V) not in sizes_tried:
             tried.append(new)
-            pairs.add((new.K, new.V))
+            sizes_tried.add((new.K, new.V))
             made += 1
     return Ladder(tried, made, left)
 

@@ -183,7 +183,7 @@ def by_pair(q, k, g, luck):
     return ((q[..., :, None, :] * E).transpose(-3, -2) @ k[..., None])[..., 0].mT
 
 
-def pairs(q, k, g, c, alike, luck):
+def decayed_scores(q, k, g, c, alike, luck):
     """q_i k_j and the decay between them, for j <= i, of chunks `[..., C, K]`: in sub-chunks of c, or at once.
 
     Sharp kernels leave a token's pair with itself out of a gate's gradient, which is, where channels decay each in its
@@ -235,7 +235,7 @@ def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves
         total, stored = total + decay.sum(-2, keepdim=True), v * exp(decay_to_end(decay))
     with mode or products_in(dtype, luck):
         reads, writes, edge = q * exp(decay_from_start(g) - half), k * exp(decay_to_end(g) - half), exp(half).mT
-        P = pairs(q, k, g, c, alike, luck)
+        P = decayed_scores(q, k, g, c, alike, luck)
         if luck.sharp:
             S, inter, every = state, [], (reads, writes.mT, stored, edge, exp(total - 2 * half.mT))
             for x, y, z, a, through in zip(*(x.unbind(2) for x in every), strict=True):
@@ -306,7 +306,7 @@ def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=Fals
         q, k, asks, g = *(Decayed.apply(x, y, dtype) for x, y in ((q, b), (k, -b), (k, b))), g.detach()
     since, until = luck.exp(decay_from_start(g)), luck.exp(decay_to_end(g))
     with mode or products_in(dtype, luck):
-        Y = Inverse.apply((beta * pairs(asks, k, g, c, alike, luck)).tril(-1), dtype, luck)
+        Y = Inverse.apply((beta * decayed_scores(asks, k, g, c, alike, luck)).tril(-1), dtype, luck)
         S, states, reads, writes, total = state, [], [], [], total[..., None]
         asked, stored = beta * since * asks, beta * v
         if ahead:
@@ -341,7 +341,7 @@ def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=Fals
                 writes.append(store - found if ahead else y @ (store - found))
                 S = Carry.apply((add @ writes[-1])[:, :, None], sum_g[:, :, None], S, dtype)[:, :, 1]
         inter = torch.stack(reads, 2) if luck.sharp else (q * since) @ torch.stack(states, 2)
-        intra = pairs(q, k, g, c, alike, luck) @ torch.stack(writes, 2)
+        intra = decayed_scores(q, k, g, c, alike, luck) @ torch.stack(writes, 2)
     o = rearrange(scale * (inter + intra), "b h n t d -> b (n t) h d")
     return o[:, :T], S
 

@@ -25,14 +25,16 @@ from ._kernel import SECONDS, Convention, Finding, Kernel
 from ._mechanisms import Kind
 from ._names import Seen, by_drop, by_head, by_name, by_terms
 from ._report import Report, Row
-from ._run import Found, Trial, attempt, broken, observe
-from ._where import ONLY, Bounds, by_gates, common, locate, plainly, smaller
+from ._run import NO_GRAD, Results, Trial, broken, observe
+from ._where import Bounds, by_gates, common, locate, plainly, smaller, traits
+from ._words import only_when
 from .oracle import Problem, numbers, problems, shape
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
-WAYS = {"no_grad"}  # findings of calls that keep nothing for a backward pass, of which a kernel may keep something
-RIGHT_WHEN_NEW = "right as the first such call of a new process: something is kept between calls"
+WAYS = {"no_grad": NO_GRAD}  # calls that keep nothing for a backward pass, of which a kernel may keep something
+PASSES = 77  # how a process ends in which a case passes: 0 also ends one whose module leaves before
+VERDICT = f"raise SystemExit({PASSES} if {{}}.ok else 1)"  # of a call of the kit
 BREAKS, BROKE = 5, "breaks"  # processes that a kernel may break before the rest of its cases is left; such a finding
 UNTRIED = "cases after those that broke their processes"
 ORACLE_THREADS = 2  # threads that work out problems
@@ -45,7 +47,7 @@ class Posed:
 
     rows: list[Row]
     problem: Problem | None = None
-    found: Found | None = None  # what the kernel made of it
+    results: Results | None = None  # what the kernel made of it
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Examiner:
         k = self.kernel
         return problems(k.mechanism, cases, self.dtype, self.seed, k.how.gate, str(k.device))
 
-    def asked(self, case: Case) -> tuple[list[Row], Case | None]:
+    def within_signature(self, case: Case) -> tuple[list[Row], Case | None]:
         """The rows of what a function cannot be asked of a case, and the case that is left, if any."""
         rows, takes = [], self.kernel.takes
         if case.state and "initial_state" not in takes:
@@ -82,54 +84,52 @@ class Examiner:
 
     def pose(self, cases: list[Case]) -> list[Posed]:
         """Cases, best of one shape, worked out."""
-        asked = [self.asked(case) for case in cases]
-        made = iter(self.problems([case for _, case in asked if case]))
-        return [Posed(rows, next(made) if case else None) for rows, case in asked]
+        left = [self.within_signature(case) for case in cases]
+        made = iter(self.problems([case for _, case in left if case]))
+        return [Posed(rows, next(made) if case else None) for rows, case in left]
 
     def run(self, posed: Posed) -> Posed:
         """Call the kernel; what it made of the case, and the rows of that."""
         if posed.problem is None:
             return posed
         p, kind = posed.problem, self.kernel.kind
-        found, findings = self.observe(p)
-        stateless = found and all(found[n] is None for n in kind.states.values())
-        if stateless and p.case.loss == "both" and found["dq"] is not None:
+        results, findings = self.observe_or_break(p)
+        stateless = results and all(results[n] is None for n in kind.states.values())
+        if stateless and p.case.loss == "both" and results["dq"] is not None:
             # no state came back, so ask again with a loss of o alone
             (p,) = self.problems([replace(p.case, loss="o")])
-            found, findings = self.observe(p)
-        asked = found
+            results, findings = self.observe_or_break(p)
+        due = results
         if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
-            asked = {n: x for n, x in found.items() if not n.startswith("d")}
-        rows = posed.rows + [judge(p, n, x) for n, x in asked.items() if x is not None or self.claims(n)]
+            due = {n: x for n, x in results.items() if not n.startswith("d")}
+        rows = posed.rows + [row_of(p, n, x) for n, x in due.items() if x is not None or self.claims(n)]
         for f in findings:
             status = "not covered" if f.kind == "not covered" else "failed"
-            rows.append(Row(p.case.name, f.quantity, status, f.kind, message=str(f)))
-        return Posed(rows, p, found)
+            rows.append(Row(p.case.name, f.quantity, status, f.kind, message=only_when(f.when) if f.when else str(f)))
+        return Posed(rows, p, results)
 
-    def observe(self, p: Problem) -> tuple[Found, list[Finding]]:
+    def observe_or_break(self, p: Problem) -> tuple[Results, list[Finding]]:
         """What :func:`observe` finds. An error that the device does not survive is no refusal, and all that is said."""
         findings: list[Finding] = []
         try:
-            found, findings = observe(self.kernel, p)
+            results, findings = observe(self.kernel, p)
         except RuntimeError:  # outside of a call: what uses the device next has the error of a call before
             if not broken(self.kernel.device):
                 raise
         if not (reason := broken(self.kernel.device)):
-            return found, findings
+            return results, findings
         raised = next((str(f) for f in findings if f.kind == "raises"), reason)
         return {}, [Finding(BROKE, f"{raised}; after that, nothing runs on {self.kernel.device} in this process")]
 
     def claims(self, name: str) -> bool:
         """Whether a quantity should be there: no gradient without a backward pass, no state where none is claimed."""
-        if name.startswith("d"):
-            return self.claim.gradient
-        return self.claim.state or name == "o"
+        return self.claim.gradient if name.startswith("d") else self.claim.state or name == "o"
 
     def run_all(self, cases: list[Case], progress: Progress) -> Iterator[Posed]:
         """The next problems are worked out while a kernel compiles, those of one shape side by side."""
         groups: dict[Case, list[Case]] = {}
         for case in cases:
-            groups.setdefault(shape(self.asked(case)[1] or case), []).append(case)
+            groups.setdefault(shape(self.within_signature(case)[1] or case), []).append(case)
         pool = ThreadPoolExecutor(ORACLE_THREADS)
         posed: dict[str, tuple[Future, int]] = {}  # by the case's name
         try:
@@ -159,13 +159,13 @@ class Examiner:
             *_, least = smaller(self.kernel.kind, replace(least, name="smallest", telling=False), fails)
         return self.lines(least)
 
-    def lines(self, case: Case) -> str:
-        """Lines of Python that run that case by itself."""
+    def lines(self, case: Case, do: str = "print({})") -> str:
+        """Lines of Python that run that case by itself and `do` something with the report."""
         k = self.kernel
         given = {"device": str(k.device), "seed": self.seed, "time_limit": k.seconds, **vars(k.how)}
         plain = {"device": "cpu", "seed": 0, "time_limit": SECONDS, **vars(Convention())}
         options = {n: x for n, x in given.items() if x != plain[n]}
-        return reproduction(k.mechanism, k.fn, case, self.dtype, **options)
+        return reproduction(k.mechanism, k.fn, case, self.dtype, do, **options)
 
     def right_alone(self, report: Report) -> list[str]:
         """The cases, if few of many fail, that pass in a fresh process; none is asked after one that fails there, too.
@@ -177,20 +177,20 @@ class Examiner:
         does so there, too, and gets no process of its own.
         """
         failing, kinds = report.failing, {row.kind for row in report.failures}
-        few = len(report.cases) > 1 and (len(failing) <= min(LONE, len(report.cases) - 1) or kinds <= WAYS)
+        few = len(report.cases) > 1 and (len(failing) <= min(LONE, len(report.cases) - 1) or kinds <= WAYS.keys())
         if not few or kinds & {"hangs", "differs", BROKE} or not imported(self.kernel.fn):
             return []
         seconds = 10 * self.kernel.seconds
-        return list(takewhile(lambda name: right_alone(self.lines(report.cases[name]), seconds), failing[:LONE]))
+        return list(takewhile(lambda name: passes(self.lines(report.cases[name], VERDICT), seconds), failing[:LONE]))
 
     def explain(self, report: Report, calls: list[Seen]) -> list[dict]:
         """The mistakes that the kernel behaves like, by all calls; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
-        if dropped := by_drop(failed, self.made, self.called):
-            return [{"mistake": it.name, "line": it.mistake.line, "distance": it.distance} for it in dropped]
-        telling = sorted(self.telling, key=numbers)
-        named = by_name(mechanism, self.dtype, failed, passed, self.called, telling)
+        named = by_drop(failed, self.made, self.called)
+        if not named:
+            telling = sorted(self.telling, key=numbers)
+            named = by_name(mechanism, self.dtype, failed, passed, self.called, telling)
         matches = [it for it in named if not it.somewhere]
         terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
         matches = matches or [it for it in terms if not it.somewhere]
@@ -211,25 +211,25 @@ class Examiner:
 
         A case that is wrong by a few budgets only says nothing: other calls like it may be right by luck.
         """
-        s = next((s for s in failed if plainly(s.problem, s.found)), failed[0])
+        s = next((s for s in failed if plainly(s.problem, s.results)), failed[0])
         bounds = Bounds(self, s.problem, frozenset(s.wrong))
         return *bounds.statements(s.problem.case, failing, passing), bounds.cut
 
     def called(self, case: Case) -> Seen | None:
         """One more case and the kernel's results; None where it gives none, or cannot be asked."""
         k = self.kernel
-        rows, asked = self.asked(case)
-        if rows or asked is None or self.claim.fit(case, k.kind) != case:
+        rows, left = self.within_signature(case)
+        if rows or left is None or self.claim.fit(case, k.kind) != case:
             return None
         (p,) = self.problems([case])
-        found = self.made(p, not k.how.forward_only)
-        return found and Seen(p, found)
+        results = self.made(p, not k.how.forward_only)
+        return results and Seen(p, results)
 
-    def made(self, p: Problem, gradients: bool = False) -> Found | None:
+    def made(self, p: Problem, gradients: bool = False) -> Results | None:
         """What the kernel makes of a problem; None where it gives nothing."""
         trial = Trial(self.kernel, p)
-        found = attempt(self.kernel.seconds, trial.run, gradients, trial.usual if gradients else trial.inference)
-        return None if isinstance(found, Finding) else found
+        results = trial.attempt(gradients, trial.usual if gradients else trial.inference)
+        return None if isinstance(results, Finding) else results
 
 
 # -- a case by itself -----------------------------------------------------------------------------
@@ -242,8 +242,8 @@ def imported(fn: Callable) -> str:
     return next((f"from {module.__name__} import {name}" for name in names), "")
 
 
-def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, **options) -> str:
-    """Lines of Python that run that case, and as a comment whence fn comes if it cannot be imported."""
+def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, do="print({})", **options) -> str:
+    """Lines of Python that run that case and `do` something with its report; a comment says if nothing imports fn."""
     source = imported(fn)
     name, source = (source.split()[-1], source) if source else ("fn", "# fn: the function that was checked")
     named = "".join(f", {n}={value!r}" for n, value in options.items())
@@ -252,24 +252,24 @@ def reproduction(mechanism: str, fn: Callable, case: Case, dtype: torch.dtype, *
         "from gla_ref import check",
         source,
         f"case = check.{case}",
-        f"print(check.kernel({mechanism!r}, {name}, dtype={dtype}, only=case{named}))",
+        do.format(f"check.kernel({mechanism!r}, {name}, dtype={dtype}, only=case{named})"),
     ]
     whole = (re.sub("'[^']*'", lambda m: m[0].replace(" ", "\0"), line) for line in lines)
     wrapper = textwrap.TextWrapper(76, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     return "\n".join(wrapper.fill(line) for line in whole).replace("\0", " ")
 
 
-def right_alone(lines: str, seconds: float) -> bool:
-    """Whether a fresh Python process, which these lines of a reproduction run in, calls the kernel right."""
+def passes(lines: str, seconds: float) -> bool:
+    """Whether a fresh Python process, which these lines of a reproduction run in, ends with a verdict of right."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(x or os.getcwd() for x in sys.path)}
     with suppress(subprocess.TimeoutExpired):
-        done = subprocess.run([sys.executable, "-c", lines], env=env, capture_output=True, text=True, timeout=seconds)
-        return ": right" in done.stdout.partition("\n")[0]
+        done = subprocess.run([sys.executable, "-c", lines], env=env, capture_output=True, timeout=seconds)
+        return done.returncode == PASSES
     return False
 
 
 # -- rows and what they share -----------------------------------------------------------------------
-def judge(p: Problem, name: str, x: Tensor | None) -> Row:
+def row_of(p: Problem, name: str, x: Tensor | None) -> Row:
     """The verdict on one quantity of a case."""
     if x is None:
         return Row(p.case.name, name, "not covered", "missing" if p.exact[name].any() else "zero")
@@ -285,13 +285,17 @@ def judge(p: Problem, name: str, x: Tensor | None) -> Row:
     return row
 
 
-def shared(report: Report, kind: Kind) -> list[str]:
-    """Sentences on the traits that all failing cases share, if several fail."""
+def by_verdict(report: Report) -> tuple[list[Case], list[Case]]:
+    """The cases that fail and those that pass, if several fail; else none."""
     failing = {*report.failing}
     passing = {row.case for row in report.rows if row.status == "passed"} - failing
-    if len(failing) < 2:
-        return []
-    sides = [[report.cases[n] for n in report.cases if n in x] for x in (failing, passing)]
+    names = (failing, passing) if len(failing) > 1 else ((), ())
+    return tuple([report.cases[n] for n in report.cases if n in some] for some in names)
+
+
+def in_common(report: Report, kind: Kind) -> list[str]:
+    """Sentences on what all failing cases have, if several fail."""
+    sides = by_verdict(report)
     wrong = [*dict.fromkeys(row.quantity for row in report.failures if row.error is not None)]
     gates = by_gates(*sides, wrong) if kind.named("gate") and not report.alone else ""
     return common(*sides) + [gates] * bool(gates)
@@ -299,16 +303,16 @@ def shared(report: Report, kind: Kind) -> list[str]:
 
 def partly(report: Report, names: list[str]) -> str:
     """The places of a mistake that passing cases do not show: traits of failing cases, and where those are wrong."""
-    having = [line.removeprefix(ONLY) for line in report.common if line.startswith(ONLY)]
+    having = "; ".join(traits(*by_verdict(report))[0])
     failed = [row for name in names for row in report.failures if row.case == name and row.where]
     outputs = [row for row in failed if not row.quantity.startswith("d")]
     rows = outputs or failed  # a wrong output makes gradients wrong elsewhere
     rows = rows if all(row.only for row in rows) else []
-    where = f", only in {rows[0].only} ({rows[0].case})" if rows else ""
+    where = f"only in {rows[0].only} ({rows[0].case})" if rows else ""
     if having and not report.measured:
-        return f", only with {having[0]}{where and f'; there {where[2:]}'}"
+        return f", only with {having}{where and f'; there {where}'}"
     passing = len(report.covered) - len(report.failing)
-    return where or (f", but not in {passing} other cases" if passing else "")
+    return where and f", {where}" or (f", but not in {passing} other cases" if passing else "")
 
 
 def waive(row: Row, waivers: Mapping[str, str]) -> None:
@@ -331,7 +335,8 @@ def examine(examiner: Examiner, report: Report, progress: Progress, journal: Mut
     lost = bool({*journal} - {*report.cases})
     for case, done in zip(left, examiner.run_all(left, progress), strict=True):
         journal[case.name] = done.rows
-        seen += [Seen(done.problem, done.found)] if done.found and not case.optional else []  # no mistake knows these
+        if done.results and not case.optional:  # no mistake knows these
+            seen.append(Seen(done.problem, done.results))
         if any(row.kind == BROKE for row in done.rows):
             lost = True
             break
@@ -344,17 +349,17 @@ def examine(examiner: Examiner, report: Report, progress: Progress, journal: Mut
         if row.kind == "missing" and row.quantity in given:
             row.status, row.message = "failed", "none is given, though it is not 0 and other cases give one"
     report.alone = examiner.right_alone(report) if report.failures and not lost else []
-    report.common = shared(report, examiner.kernel.kind)
+    report.common = in_common(report, examiner.kernel.kind)
     for row in report.failures if report.alone else ():
         if row.kind in WAYS:
-            row.message = row.message.replace("right otherwise", RIGHT_WHEN_NEW)
+            row.message = only_when(WAYS[row.kind], kept=True)
     if report.settings["level"] == "full" and report.failures and not lost:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = examiner.smallest_failure(report)
     called = {s.problem.case.name for s in seen} - {*report.alone}
     explained = not lost and any(row.where and row.case in called for row in report.rows)
     n = len(report.failing)
-    found = f"{n} {'is' if n == 1 else 'are'} wrong; looking for the mistake" if explained else ""
-    progress(len(cases), len(cases), found)
+    said = f"{n} {'is' if n == 1 else 'are'} wrong; looking for the mistake" if explained else ""
+    progress(len(cases), len(cases), said)
     if explained:
         report.diagnosis = examiner.explain(report, seen)

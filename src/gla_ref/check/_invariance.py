@@ -10,7 +10,7 @@ from ._cases import C, Case, inputs
 from ._claims import Claim, dtype_of, up
 from ._kernel import SECONDS, Convention, Finding, Kernel, device_of
 from ._mechanisms import MECHANISMS
-from ._run import Found, Trial, attempt, same
+from ._run import Results, Trial, same
 from .oracle import problems
 
 TEXT = Case("text", B=1, T=3 * C + 8, H=2, K=64, V=64)
@@ -72,39 +72,38 @@ def invariance(
     others = [inputs(mechanism, case, dtype, seed + n) for n in (1, 2)]
     multiple, T, axes = claim.multiples.get("T", 1), case.T, {n: "T" in kind.axes(n) for n in kind.tensors}
 
-    def call(x: dict[str, Tensor], **changes) -> Found:
+    def call(x: dict[str, Tensor], **changes) -> Results:
         now = replace(case, **changes)
         if claim.accepts and not claim.accepts(now) or now.ends and not claim.packed:
             raise Finding("not covered", "not claimed")
-        trial = Trial(kernel, replace(p, case=now, inputs=x))
-        found = attempt(time_limit, trial.run, not how.forward_only, trial.usual)
-        if isinstance(found, Finding):
-            raise found
-        return {n: y for n, y in found.items() if y is not None}
+        results = Trial(kernel, replace(p, case=now, inputs=x)).as_usual()
+        if isinstance(results, Finding):
+            raise results
+        return {n: y for n, y in results.items() if y is not None}
 
     def some(x: dict[str, Tensor], a: int, b: int | None, entry: int = 0) -> dict[str, Tensor]:
         """Tokens from a to b, and the states of one entry."""
         return {n: y[:, a:b] if axes[n] else y[entry : entry + 1] for n, y in x.items()}
 
-    def batch() -> Found:
+    def batch() -> Results:
         i = neighbours // 2
         texts = [p.inputs if n == i else others[n % 2] for n in range(neighbours + 1)]
-        found = call({n: torch.cat([x[n] for x in texts]) for n in p.inputs}, B=neighbours + 1)
-        return {n: y[i : i + 1] for n, y in found.items()}
+        results = call({n: torch.cat([x[n] for x in texts]) for n in p.inputs}, B=neighbours + 1)
+        return {n: y[i : i + 1] for n, y in results.items()}
 
-    def packed() -> Found:
+    def packed() -> Results:
         a, b = up(BEFORE, multiple), up(AFTER, multiple)
         three = some(others[0], 0, a), p.inputs, some(others[1], 0, b)
         x = {n: torch.cat([part[n] for part in three], int(axes[n])) for n in p.inputs}
         return some(call(x, T=a + T + b, ends=(0, a, a + T, a + T + b)), a, a + T, entry=1)
 
-    def padded() -> Found:
+    def padded() -> Results:
         more = up(AFTER, multiple)
         nothing = some({n: 0 * y for n, y in others[0].items()}, 0, more)  # what neither writes nor decays
         x = {n: torch.cat([y, nothing[n]], 1) if axes[n] else y for n, y in p.inputs.items()}
         return some(call(x, T=T + more), 0, T)
 
-    def cut(t: int) -> Found:
+    def cut(t: int) -> Results:
         if t % multiple or "initial_state" not in kernel.takes or not case.state:
             raise Finding("not covered", "not claimed")
         first, second = some(p.inputs, 0, t), some(p.inputs, t, None)
@@ -133,11 +132,11 @@ def invariance(
             return
         for way, other in ways.items():
             try:
-                found = other()
+                results = other()
             except Finding as finding:
                 yield Comparison(way, "not covered", message=str(finding))
                 continue
-            off = {n: p.compared(n, found[n], y.double()) for n, y in alone.items() if not same(found[n], y)}
+            off = {n: p.compared(n, results[n], y.double()) for n, y in alone.items() if not same(results[n], y)}
             if not off:
                 yield Comparison(way, "equal bits")
                 continue

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,12 +16,20 @@ SECONDS = 60.0  # a call's time limit, unless one is given
 OPTIONS = ("scale", "initial_state", "cu_seqlens")  # the contract's; a function may lack some
 
 
-class Finding(Exception):
-    """Something wrong with the call itself; `kind` is one word for it, `quantity` what it is about."""
+OfCall = Literal["not covered", "raises", "breaks", "hangs", "none", "type", "shape", "dtype", "device"]
+OfResults = Literal["modified", "differs", "overwritten", "gradient"]
+OfWay = Literal["no_grad", "moved", "dtype before", "twice", "interleaved", "nested", "stateless", "frozen"]
 
-    def __init__(self, kind: str, message: str, quantity: str = "call"):
+
+class Finding(Exception):
+    """Something wrong with a call, its results or a way of calling; `quantity` is what it is about.
+
+    `when` says in which way of calling alone a result is wrong; the report makes the message of that.
+    """
+
+    def __init__(self, kind: OfCall | OfResults | OfWay, message: str = "", quantity: str = "call", when: str = ""):
         super().__init__(message)
-        self.kind, self.quantity = kind, quantity
+        self.kind, self.quantity, self.when = kind, quantity, when
 
 
 class NotClaimed(Exception):
@@ -114,8 +123,8 @@ class Kernel:
         if self.parameters is None:
             return {*OPTIONS}
         known = {*OPTIONS, *(() if getattr(self.fn, "over_ranks", False) else self.kind.optional)}
-        found = {p.name for p in self.parameters} & {*known, "output_final_state"}
-        return found | known if any(p.kind == p.VAR_KEYWORD for p in self.parameters) else found
+        named = {p.name for p in self.parameters} & {*known, "output_final_state"}
+        return named | known if any(p.kind == p.VAR_KEYWORD for p in self.parameters) else named
 
     @property
     def never_given(self) -> list[str]:

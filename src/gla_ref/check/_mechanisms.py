@@ -97,8 +97,8 @@ class Kind:
         states = zip(self.states, self.mechanism.states, strict=True)
         given += [x._replace(name=before) for before, x in states]
         made = [v._replace(name="o"), *self.mechanism.states]
-        found = {x.name: x for x in (*given, *made)}
-        return found | {f"d{x.name}": x for x in given} | {f"d {x.name}": x for x in made}
+        declared = {x.name: x for x in (*given, *made)}
+        return declared | {f"d{x.name}": x for x in given} | {f"d {x.name}": x for x in made}
 
     def parts(self, state) -> tuple:
         """The tensors of a state as a form takes and returns it: S, (k, v) of a cache, or None."""

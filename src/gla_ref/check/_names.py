@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,11 +50,11 @@ class Seen:
     """A problem, and what a kernel made of each of its quantities."""
 
     problem: Problem
-    found: dict[str, Tensor | None]
+    results: dict[str, Tensor | None]
 
     @cached_property
     def given(self) -> dict[str, Tensor]:
-        return {n: x for n, x in self.found.items() if x is not None}
+        return {n: x for n, x in self.results.items() if x is not None}
 
     @cached_property
     def wrong(self) -> dict[str, Tensor]:
@@ -123,10 +124,10 @@ def distance(m: Mistake, s: Seen, name: str, made: Tensor) -> float:
     """The distance of a wrong quantity from the mistake's, or of their errors if that rounds: at most 1 is a match."""
     p, x, exact, places = s.problem, s.given[name], s.problem.exact[name], s.wrong[name]
     if m.right_on_paper:
-        found, error = in_budgets(p, name, x), in_budgets(p, name, made)
-        if math.isinf(error):  # which elements are not finite depends on how tiles are masked
-            return 1.0 if m.overflow or math.isinf(found) else math.inf
-        return found / max(1.0, AS_WRONG * error)
+        kernel, mistake = in_budgets(p, name, x), in_budgets(p, name, made)
+        if math.isinf(mistake):  # which elements are not finite depends on how tiles are masked
+            return 1.0 if m.overflow or math.isinf(kernel) else math.inf
+        return kernel / max(1.0, AS_WRONG * mistake)
     if name in gates(p.kind):  # some kernels mask the gradient of a gate of -inf, others leave there what cancels
         places = places & torch.isfinite(p.inputs[name.removeprefix("d")])
     if not m.whole and p.case.ends and "N" in p.kind.axes(name):  # what comes of no tokens is a matter by itself
@@ -156,8 +157,8 @@ def nearer(s: Seen, name: str, made: Tensor) -> bool:
         return True
     seen = torch.isfinite(x) & torch.isfinite(made) & places
     x, made = (torch.where(seen, y.double(), p.exact[name]) for y in (x, made))
-    (found, _), (error, allowed) = p.judge(name, x, made), p.judge(name, x)
-    return error > allowed and found <= BETTER * error
+    (left, _), (error, allowed) = p.judge(name, x, made), p.judge(name, x)
+    return error > allowed and left <= BETTER * error
 
 
 def as_wrong(m: Mistake, compared: list[tuple[Seen, str, Tensor]]) -> float:
@@ -177,9 +178,9 @@ def as_wrong(m: Mistake, compared: list[tuple[Seen, str, Tensor]]) -> float:
         return 1 - both / either if either else 0.0
     times = []
     for s, name, made in compared:
-        found, error = in_budgets(s.problem, name, s.given[name]), in_budgets(s.problem, name, made)
-        if error > 1 + CLOSE and math.isfinite(error):
-            times.append(abs(math.log(max(found / error, LEAST))))
+        kernel, mistake = in_budgets(s.problem, name, s.given[name]), in_budgets(s.problem, name, made)
+        if mistake > 1 + CLOSE and math.isfinite(mistake):
+            times.append(abs(math.log(max(kernel / mistake, LEAST))))
     return sum(times) / len(times) / math.log(AS_WRONG) if times else 0.0
 
 
@@ -211,96 +212,93 @@ class Match:
         also = f"; {self.follows}" if self.follows else ""
         if self.own == self.shown or self.mistake.overflow:  # what is masked is not everywhere the same
             return self.mistake.name + also
-        forward = {n for n in self.shown if not n.startswith("d")}
-        if self.own == self.shown - forward:
-            return f"{self.mistake.name}, in the backward pass only{also}"
-        if self.own == forward:
-            return f"{self.mistake.name}, in the forward pass only{also}"
+        forward = frozenset(n for n in self.shown if not n.startswith("d"))
+        passes = {forward: "the forward pass", self.shown - forward: "the backward pass"}
         *rest, last = sorted(self.own)
-        return f"{self.mistake.name}, in {', '.join(rest)}{' and ' * bool(rest)}{last} only{also}"
+        where = passes.get(self.own, f"{', '.join(rest)}{' and ' * bool(rest)}{last}")
+        return f"{self.mistake.name}, in {where} only{also}"
 
     @property
-    def parts(self) -> tuple:
+    def rank(self) -> tuple:
         """A key to sort by: first mistakes that explain everything, and equal results before errors of equal size."""
         m = self.mistake
         return self.somewhere, self.own != self.shown, self.follows != "", m.right_on_paper
 
 
-class Evidence:
-    """The failing calls so far beside a mistake's.
+class Likeness(NamedTuple):
+    """A quantity that is wrong in a call as the mistake makes it: its distance from that, and its error in budgets."""
 
-    Attributes:
-        farthest: the largest distance of a wrong quantity from the mistake's.
-        most: the largest error of a wrong quantity, in budgets.
-        own: the quantities that are wrong, and the mistake's.
-        near: those of them that are clearly nearer to the mistake's than to the right ones.
-        shown: the quantities that the mistake makes wrong.
-        besides: elements of wrong quantities that the mistake makes wrong and the kernel does not; `total`: all.
-        follows: whether the gates' gradient is wrong in another way, beside a wrong dq or dk.
-    """
-
-    def __init__(self, mistake: Mistake):
-        self.mistake, self.follows = mistake, False
-        self.farthest, self.most = 0.0, 0.0
-        self.own, self.near, self.shown = set(), set(), set()
-        self.besides, self.total = 0, 0
-
-    def agrees(self, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> bool:
-        """Whether each of these wrong quantities is the mistake's, or a gates' gradient made of a wrong dq or dk."""
-        for n in names:
-            far = distance(self.mistake, s, n, made[n])
-            if not far > 1:
-                self.own.add(n)
-                self.near |= {n} if nearer(s, n, made[n]) else set()
-                self.farthest = max(self.farthest, far)
-                self.most = max(self.most, in_budgets(s.problem, n, s.given[n]))
-            elif n in gates(s.problem.kind) and {"dq", "dk"} & {*s.wrong} and not self.mistake.right_on_paper:
-                self.follows = True
-            else:
-                return False
-        return True
-
-    def spares(self, s: Seen, made: dict[str, Tensor]) -> bool:
-        """Whether the kernel is right in some places of a wrong quantity where the mistake would be wrong."""
-        p, before = s.problem, self.besides
-        for n in (n for n in s.given if made[n] is not None):
-            if self.mistake.right_on_paper:
-                self.shown |= {n} if not in_budgets(p, n, made[n]) <= 1 else set()
-                continue
-            beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
-            self.shown |= {n} if beyond.any() else set()
-            if n in s.wrong:
-                self.besides += int((beyond & ~s.wrong[n]).sum())
-                self.total += beyond.numel()
-        return self.besides > before
+    name: str
+    distance: float
+    nearer: bool  # clearly nearer to the mistake's than to the right one
+    error: float
 
 
-def compared(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
+class Excess(NamedTuple):
+    """A quantity of a call, and whether the mistake makes it wrong; if the kernel does, too, how much of it besides."""
+
+    name: str
+    shown: bool
+    besides: int = 0  # elements that the mistake makes wrong and the kernel does not
+    total: int = 0
+
+
+def likenesses(m: Mistake, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> list[Likeness] | None:
+    """These wrong quantities but gates' gradients that follow from a wrong dq or dk; None if one is not alike."""
+    agreeing = []
+    for n in names:
+        far = distance(m, s, n, made[n])
+        if not far > 1:
+            agreeing.append(Likeness(n, far, nearer(s, n, made[n]), in_budgets(s.problem, n, s.given[n])))
+        elif n not in gates(s.problem.kind) or not {"dq", "dk"} & {*s.wrong} or m.right_on_paper:
+            return None
+    return agreeing
+
+
+def excesses(m: Mistake, s: Seen, made: dict[str, Tensor]) -> Iterator[Excess]:
+    """What the mistake makes wrong, whatever the kernel does."""
+    p = s.problem
+    for n in (n for n in s.given if made[n] is not None):
+        if m.right_on_paper:
+            yield Excess(n, not in_budgets(p, n, made[n]) <= 1)
+            continue
+        beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
+        counts = (int((beyond & ~s.wrong[n]).sum()), beyond.numel()) if n in s.wrong else ()
+        yield Excess(n, bool(beyond.any()), *counts)
+
+
+def matched(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
     """A mistake as these failing calls have it; None where one of them does not."""
-    it, errors = Evidence(m), []
+    agreeing, beyond, errors, follows = [], [], [], False
     for s in calls:
         for backwards, names in enumerate((s.forward, [*s.wrong])):  # most mistakes are out before a backward pass
             if not names:
                 continue
             made = variant(mechanism, m, C, s.problem, backwards)
-            if made is None or any(made[n] is None for n in names) or not it.agrees(s, names, made):
+            missing = made is None or any(made[n] is None for n in names)
+            if missing or (some := likenesses(m, s, names, made)) is None:
                 return None
+            agreeing, follows = agreeing + some, follows or len(some) < len(names)
             errors += [(s, n, made[n]) for n in names if backwards]
-            if it.spares(s, made):  # gradients of an output that is wrong in places are no mistake's
+            more = [*excesses(m, s, made)]
+            beyond += more
+            if any(it.besides for it in more):  # gradients of an output that is wrong in places are no mistake's
                 break
-    if it.follows:
-        it.own, it.shown = (names - {*gates(MECHANISMS[mechanism])} for names in (it.own, it.shown))
+    following = {*gates(MECHANISMS[mechanism])} if follows else set()
+    own, shown = {it.name for it in agreeing} - following, frozenset(it.name for it in beyond if it.shown) - following
+    besides, total = (sum(counts) for counts in ([it.besides for it in beyond], [it.total for it in beyond]))
     if m.right_on_paper:
-        it.farthest = as_wrong(m, errors)
-        partly = it.own != it.shown and any(not n.startswith("d") for n in it.own)  # in one pass, or in a gradient
-        refuted = it.farthest > 1 or m.rounding and partly
+        farthest = as_wrong(m, errors)
+        in_part = own != shown and any(not n.startswith("d") for n in own)  # in one pass, or in a gradient
+        refuted = farthest > 1 or m.rounding and in_part
     else:
-        in_places = it.besides > 0 and (it.farthest > TIGHT or it.most < CLEAR)
-        refuted = in_places or not it.own & it.shown <= it.near
-    own, besides = frozenset(it.own & it.shown), it.besides / max(it.total, 1)
+        farthest, most = (max([0.0, *of]) for of in ([it.distance for it in agreeing], [it.error for it in agreeing]))
+        in_places = besides > 0 and (farthest > TIGHT or most < CLEAR)
+        refuted = in_places or not own & shown <= {it.name for it in agreeing if it.nearer}
+    own = frozenset(own & shown)
     if refuted or not own:
         return None
-    return Match(m, C, it.farthest, frozenset(it.shown), own, besides, it.besides > 0, FOLLOWS * it.follows)
+    return Match(m, C, farthest, shown, own, besides / max(total, 1), besides > 0, FOLLOWS * follows)
 
 
 def shows(mechanism: str, it: Match, s: Seen) -> bool:
@@ -313,7 +311,7 @@ def shows(mechanism: str, it: Match, s: Seen) -> bool:
     return False
 
 
-def same(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
+def inseparable(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
     """Whether two mistakes cannot be told apart on these calls."""
     if a.mistake.right_on_paper or a.own != b.own:
         return False
@@ -379,11 +377,11 @@ def by_name(
         if m.long is bool(small):
             continue
         for C in CHUNKS if m.chunked else (ASSUMED_CHUNK,):
-            if compared(mechanism, m, C, calls[:FIRST]) and (it := compared(mechanism, m, C, calls)):
+            if matched(mechanism, m, C, calls[:FIRST]) and (it := matched(mechanism, m, C, calls)):
                 somewhere = it.somewhere or any(shows(mechanism, it, s) for s in passed)
                 matches.append(replace(it, somewhere=somewhere))
-    matches.sort(key=lambda it: (it.parts, it.besides, it.distance))
-    matches = [it for it in matches if it.parts == matches[0].parts]
+    matches.sort(key=lambda it: (it.rank, it.besides, it.distance))
+    matches = [it for it in matches if it.rank == matches[0].rank]
     if matches and matches[0].somewhere:
         matches = in_places(mechanism, matches, failed, passed, calls, call)
     return told_apart(mechanism, matches, calls[:FIRST], call, telling)
@@ -404,13 +402,13 @@ def in_places(
     left = [it for it in left if it.distance <= TIGHT and it.besides <= left[0].besides + EQUAL]
     left = [it for it in left if it.mistake.line != DECAY or not any(shows(mechanism, it, s) for s in gates_only)]
     new = again(calls[0], call) if left else []
-    left = [it for it in left if all(compared(mechanism, it.mistake, it.C, [s]) for s in new)]
+    left = [it for it in left if all(matched(mechanism, it.mistake, it.C, [s]) for s in new)]
     return left if len(calls) + len(new) > 1 else []
 
 
 def told_apart(mechanism: str, matches: list[Match], calls: Calls, call: Ask, telling: Iterable[Case]) -> list[Match]:
     """The first match and those that are the same in these calls; the telling cases are called until one is left."""
-    names = {it.name for it in matches if it is matches[0] or same(mechanism, matches[0], it, calls)}
+    names = {it.name for it in matches if it is matches[0] or inseparable(mechanism, matches[0], it, calls)}
     left = [it for it in matches if it.name in names]  # with every length of chunks that fits so far
     answers = iter(telling)
     while len({it.name for it in left}) > 1 and (case := next(answers, None)):
@@ -418,7 +416,7 @@ def told_apart(mechanism: str, matches: list[Match], calls: Calls, call: Ask, te
         fits = s and [
             it
             for it in left
-            if (compared(mechanism, it.mistake, it.C, [s]) if s.wrong else it.somewhere or not shows(mechanism, it, s))
+            if (matched(mechanism, it.mistake, it.C, [s]) if s.wrong else it.somewhere or not shows(mechanism, it, s))
         ]
         left = fits or left
     best: dict[str, Match] = {}
@@ -446,7 +444,7 @@ OWN = Mistake("", "", lambda c: c.chunks(lambda c, o, S: (c.run(S=torch.zeros_li
 
 
 @functools.lru_cache(maxsize=400)
-def pairs(mechanism: str, p: Problem, C: int) -> dict[str, Tensor]:
+def within_chunks(mechanism: str, p: Problem, C: int) -> dict[str, Tensor]:
     """The part of each quantity that does not pass through the states between chunks of C."""
     x = {n: y for n, y in p.inputs.items() if n != "d S"}
     made = evaluate(apply(mechanism, OWN, C), MECHANISMS[mechanism], x, p.case)
@@ -484,7 +482,7 @@ def explained(mechanism: str, name: str, calls: Sequence[Seen]) -> str:
     for C in CHUNKS if name in TWO and not MECHANISMS[mechanism].cache else ():
         for first, second in product(FACTORS, FACTORS):
             for s, scale, places in given:
-                own, exact = pairs(mechanism, s.problem, C)[name], s.problem.exact[name]
+                own, exact = within_chunks(mechanism, s.problem, C)[name], s.problem.exact[name]
                 a, b = (FACTORS[how](scale, s.problem.case.K) for how in (first, second))
                 if not fits(s, places, a * own + b * (exact - own)):
                     break
@@ -493,7 +491,7 @@ def explained(mechanism: str, name: str, calls: Sequence[Seen]) -> str:
     return ""
 
 
-def rounded(name: str, calls: Sequence[Seen]) -> str:
+def in_16_bits(name: str, calls: Sequence[Seen]) -> str:
     """The 16-bit dtype whose values a float32 quantity has; empty if it has more bits."""
     given = [s.given[name] for s in calls if name in s.given and s.given[name].dtype == torch.float32]
     for dtype, called in LOW.items():
@@ -516,11 +514,11 @@ def by_terms(mechanism: str, failed: Calls, passed: Calls, call: Ask) -> list[Ma
         in_budgets(s.problem, n, s.given[n]) > CLEAR for s in failed for n in names if n in s.given
     ):
         return []
-    said = [rounded(n, failed) for n in names]
+    said = [in_16_bits(n, failed) for n in names]
     said = said if all(said) else [explained(mechanism, n, failed) for n in names]
     if not all(said):
         return []
-    somewhere = not all(rounded(n, failed) or explained(mechanism, n, [*failed, *passed]) for n in names)
+    somewhere = not all(in_16_bits(n, failed) or explained(mechanism, n, [*failed, *passed]) for n in names)
     somewhere = somewhere or any(not places.all() for s in failed for n, places in s.wrong.items() if n in names)
     if somewhere:
         failed = [*failed, *again(failed[0], call)]
@@ -584,7 +582,7 @@ RULES: tuple[tuple[str, Callable[[Place, int, int], Place], Sequence[int]], ...]
 SEVERAL = (("q", "k"), ("k", "v"), ("g", "beta"), ("q", "k", "v"), ("k0", "v0"), ("k", "v", "k0", "v0"))
 
 
-def own(p: Problem, name: str, x: Tensor, at: Place, span: slice) -> Tensor:
+def slice_of(p: Problem, name: str, x: Tensor, at: Place, span: slice) -> Tensor:
     """One program's slice of a tensor, `[1, T, 1, ...]`, or `[1, 1, ...]` of a state."""
     b, h = at
     head = p.kind.head_axis(name)
@@ -616,9 +614,9 @@ def sources(s: Seen, tensors: tuple[str, ...], at: Place) -> list[Place]:
     given = {}
     for n in names:
         if n in tensors:
-            given[n] = torch.cat([own(p, n, p.inputs[n], place, span) for place in places])
+            given[n] = torch.cat([slice_of(p, n, p.inputs[n], place, span) for place in places])
         else:
-            mine = own(p, n, p.inputs[n], (b, h * heads[n] // x.shape[2]), span)
+            mine = slice_of(p, n, p.inputs[n], (b, h * heads[n] // x.shape[2]), span)
             given[n] = mine.expand(len(places), *mine.shape[1:])
     state = p.kind.whole([given[n] for n in p.kind.states if n in given])
     tokens = [given[n] for n in p.kind.arguments]
@@ -656,10 +654,10 @@ def by_head(mechanism: str, failed: Sequence[Seen]) -> list[Match]:
         for tensors in (*((n,) for n in names), *(some for some in SEVERAL if {*some} <= {*names})):
             table: dict[Place, Place] = {}
             for at in programs:
-                found = sources(s, tensors, at)
-                if len(found) != 1:
+                places = sources(s, tensors, at)
+                if len(places) != 1:
                     break
-                table[at] = found[0]
+                table[at] = places[0]
             else:
                 index = rule(table, p.inputs[tensors[0]].shape[kind.head_axis(tensors[0])])
                 of = "sequence" if p.case.ends else "batch entry"

@@ -108,8 +108,8 @@ class OverRanks:
     @property
     def supports(self) -> Mapping | Callable | None:
         """The function's own claim, or that of pieces of equal length."""
-        found = getattr(self.fn, "supports", None)
-        return {"multiples": {"T": self.size}} if found is None and not self.takes("lengths") else found
+        claim = getattr(self.fn, "supports", None)
+        return {"multiples": {"T": self.size}} if claim is None and not self.takes("lengths") else claim
 
     # the first rank
 
@@ -163,13 +163,13 @@ class OverRanks:
     def answer(self, what: str, given: dict) -> dict:
         """This rank's results of a call or of its backward pass, on the CPU; or its error."""
         try:
-            found = {"call": self.call, "backward": self.backward}[what](**given)
+            results = {"call": self.call, "backward": self.backward}[what](**given)
         except (Exception, SystemExit) as error:  # a rank that ended would be waited for
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.name}, line {frame.lineno} of {os.path.basename(frame.filename)}"
             claimed = {"claimed": False} if isinstance(error, NotClaimed) else {}
             return {"error": f"{type(error).__name__}: {error} ({where})", **claimed}
-        return {name: x if x is None else x.cpu() for name, x in found.items()}
+        return {name: x if x is None else x.cpu() for name, x in results.items()}
 
     def call(self, number, lengths, options, gradients, needs, initial_state, tensors) -> dict:
         a = sum(lengths[: self.rank])
@@ -208,23 +208,23 @@ class Over(torch.autograd.Function):
         ctx.it, ctx.lengths, ctx.number = it, lengths, it.calls
         ctx.like = initial, *tensors
         needs = [need and gradients for need in ctx.needs_input_grad[4:]]
-        found = it.ask(
+        of_ranks = it.ask(
             "call", number=it.calls, lengths=lengths, options=options, gradients=gradients, needs=needs,
             initial_state=initial, tensors=tensors,
         )  # fmt: skip
         device = tensors[0].device
         return (
-            torch.cat([x["o"] for x in found], it.axis).to(device),
-            None if (S := total([x["S"] for x in found])) is None else S.to(device),
+            torch.cat([x["o"] for x in of_ranks], it.axis).to(device),
+            None if (S := total([x["S"] for x in of_ranks])) is None else S.to(device),
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor, dS: Tensor | None):
-        found = ctx.it.ask("backward", number=ctx.number, lengths=ctx.lengths, do=do, dS=dS)
+        of_ranks = ctx.it.ask("backward", number=ctx.number, lengths=ctx.lengths, do=do, dS=dS)
         grads = [None] * len(ctx.like)
-        for name in found[0]:
-            i, parts = int(name), [x[name] for x in found]
+        for name in of_ranks[0]:
+            i, parts = int(name), [x[name] for x in of_ranks]
             if i == 0:
                 grads[i] = total(parts)
             elif any(x is not None for x in parts):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 from . import _words
@@ -109,11 +110,11 @@ class Report:
     @property
     def waived(self) -> dict[tuple[str, str], list[Row]]:
         """Failures that do not count, by quantity and reason."""
-        found: dict[tuple[str, str], list[Row]] = {}
+        groups: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
             if row.status == "waived":
-                found.setdefault((row.quantity, row.waived), []).append(row)
-        return found
+                groups.setdefault((row.quantity, row.waived), []).append(row)
+        return groups
 
     @property
     def failing(self) -> list[str]:
@@ -123,11 +124,11 @@ class Report:
     @property
     def findings(self) -> dict[tuple[str, str], list[Row]]:
         """Failures of calls rather than of numbers, by kind and message; messages that differ in numbers are one."""
-        found: dict[tuple[str, str], list[Row]] = {}
+        groups: dict[tuple[str, str], list[Row]] = {}
         for row in self.failures:
             if row.error is None:
-                found.setdefault((row.kind, re.sub(r"\d+", "0", row.message)), []).append(row)
-        return {(kind, rows[0].message): rows for (kind, _), rows in found.items()}
+                groups.setdefault((row.kind, re.sub(r"\d+", "0", row.message)), []).append(row)
+        return {(kind, rows[0].message): rows for (kind, _), rows in groups.items()}
 
     @property
     def first_wrong(self) -> list[Row]:
@@ -152,12 +153,7 @@ class Report:
     @property
     def not_covered(self) -> dict[str, int]:
         """The number of cases that did not cover something, for each quantity or missing feature."""
-        left: dict[str, int] = {}
-        for row in self.rows:
-            if row.status == "not covered":
-                what = row.message or row.quantity
-                left[what] = left.get(what, 0) + 1
-        return left
+        return dict(Counter(row.message or row.quantity for row in self.rows if row.status == "not covered"))
 
     def raise_if_failed(self) -> None:
         """AssertionError with the report as its message, unless `ok`."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._cases import SUB, held, optional
-from ._kernel import Finding, Kernel, NotClaimed
+from ._kernel import Finding, Kernel, NotClaimed, OfWay
 from .oracle import Problem, evaluate
 
 KIT = Path(__file__).parent
@@ -32,9 +32,11 @@ STOPS, ENDS = 0.2, 2.0  # seconds that a thread may take to stop, and that all m
 STUCK: list[threading.Thread] = []  # those that did not stop
 VARIES = "equal calls give different results{}: a race, memory not written, or something kept between calls"
 WROTE = "the kernel wrote into what it was given"
+OVERLAPS = "written-to tensor"  # in PyTorch's error, which has no type of its own, on writing where strides are 0
+NO_GRAD = "under torch.no_grad()"
 AROUND = 2**16  # elements of NaN before and behind a tensor: of a tile that reaches beyond its last row, too
 FUSED = 3  # tensors that a projection makes at once: q, k and v, the first of a call
-Found = dict[str, Tensor | None]  # a kernel's result for each quantity of a case
+Results = dict[str, Tensor | None]  # a kernel's result for each quantity of a case
 
 
 def within(seconds: float, work: Callable, *args):
@@ -91,7 +93,7 @@ def attempt(seconds: float, work: Callable, *args):
     except KeyboardInterrupt:  # a reader's, which comes to this thread; no kernel's
         raise
     except BaseException as reason:
-        if "written-to tensor" in str(reason):  # one with strides of 0, which nobody may write to
+        if OVERLAPS in str(reason):
             return Finding("modified", f"{WROTE}: {reason}")
         return Finding("raises", f"{type(reason).__name__}: {reason} ({raised_at(reason)})")
 
@@ -123,18 +125,6 @@ def same(x: Tensor | None, y: Tensor | None) -> bool:
     return x.shape == y.shape and bool(((x == y) | x.isnan() & y.isnan()).all())
 
 
-def only_then(p: Problem, usual: Found, found: Found) -> list[str]:
-    """The quantities of `found` that are missing or beyond their budget, and within it in the usual run."""
-
-    def right(n, x):
-        if x is None:
-            return False
-        error, budget = p.judge(n, x)
-        return error <= budget
-
-    return [n for n, x in found.items() if not right(n, x) and right(n, usual[n])]
-
-
 @dataclass(frozen=True)
 class Way:
     """A second way to call a kernel, as training or inference does. If the usual call is right, this one must be.
@@ -149,7 +139,7 @@ class Way:
         may_raise: what is not covered where it raises; empty where it must not.
     """
 
-    kind: str
+    kind: OfWay
     when: str
     options: dict = field(default_factory=dict)
     control: dict | None = None
@@ -223,15 +213,23 @@ class Trial:
         self.inference = {"frozen": self.names}
         self.usual = self.inference if kernel.how.forward_only else {}
 
-    def run(self, gradients: bool, options: dict) -> Found:
+    def run(self, gradients: bool, options: dict) -> Results:
         """Every quantity of one call, on the CPU."""
         device = self.kernel.device
         with poisoned(str(device)), torch.set_grad_enabled(gradients):
             given = {"fn": self.call, "kind": self.kind, "x": self.x, "case": self.p.case}
-            found = evaluate(**given | options)
+            results = evaluate(**given | options)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            return {n: y if y is None else y.to("cpu", copy=True) for n, y in found.items()}
+            return {n: y if y is None else y.to("cpu", copy=True) for n, y in results.items()}
+
+    def attempt(self, gradients: bool, options: dict) -> Results | Finding:
+        """The same within its time, or the finding that it gives instead."""
+        return attempt(self.kernel.seconds, self.run, gradients, options)
+
+    def as_usual(self) -> Results | Finding:
+        """The call that all other ways are compared with."""
+        return self.attempt(not self.kernel.how.forward_only, self.usual)
 
     def another(self) -> torch.dtype | None:
         """The dtype of a call before the usual ones, if the kernel claims another one."""
@@ -270,17 +268,17 @@ class Trial:
     def overwritten(self, gradients: bool) -> list[str]:
         """The results of a call that another one changes, which is on the inputs moved along by one."""
         with torch.set_grad_enabled(gradients):
-            found = evaluate(self.call, self.kind, self.x, self.p.case)
-            kept = {n: y if y is None else y.clone() for n, y in found.items()}
+            results = evaluate(self.call, self.kind, self.x, self.p.case)
+            kept = {n: y if y is None else y.clone() for n, y in results.items()}
             evaluate(self.call, self.kind, self.other, self.p.case)
-            return [n for n, y in found.items() if not same(y, kept[n])]
+            return [n for n, y in results.items() if not same(y, kept[n])]
 
     def ways(self, differentiable: bool) -> Iterator[Way]:
         """The other ways of calling a case; a kernel that is forward only is called without gradients throughout."""
         case, takes, states = self.p.case, self.kernel.takes, tuple(self.kind.states.values())
         forward_only = self.kernel.how.forward_only
         if not forward_only:
-            yield Way("no_grad", "under torch.no_grad()", self.inference, gradients=False)
+            yield Way("no_grad", NO_GRAD, self.inference, gradients=False)
         if case.ends and "cu_seqlens" in takes:
             when = "where the boundaries in cu_seqlens have changed since a call before"
             yield Way("moved", when, self.usual | {"moved": True}, gradients=not forward_only)
@@ -306,65 +304,70 @@ class Trial:
             yield Way("frozen", f"where {n} requires no gradient", {"frozen": [n]})
             yield Way("frozen", f"where only {n} requires a gradient", {"frozen": rest})
 
-    def believed(self, way: Way, usual: Found, found: Found) -> Iterator[Finding]:
-        """Findings of a way of calling that fails every time; one that fails at times is a race."""
+    def wrong(self, way: Way, usual: Results, results: Results) -> list[str]:
+        """The quantities that are right in the usual call, and in another way of calling wrong or missing."""
 
-        def wrong(found: Found) -> list[str]:
-            return only_then(self.p, usual, {n: x for n, x in found.items() if n not in way.lacks})
+        def right(n, x):
+            error, budget = (math.inf, 0.0) if x is None else self.p.judge(n, x)
+            return error <= budget
 
-        names = wrong(found)
-        if names and way.control:
-            usually = attempt(self.kernel.seconds, self.run, way.gradients, way.control)
-            names = [] if isinstance(usually, Finding) else [n for n in names if n not in wrong(usually)]
-        if not names:
-            return
-        again = [attempt(self.kernel.seconds, self.run, way.gradients, way.options) for _ in range(REPEATED)]
-        calls = [names, *(wrong(found) for found in again if not isinstance(found, Finding))]
+        due = {n: x for n, x in results.items() if n not in way.lacks}
+        return [n for n, x in due.items() if not right(n, x) and right(n, usual[n])]
+
+    def blamed(self, way: Way, usual: Results, names: list[str]) -> list[str]:
+        """Those of wrong quantities that the control call of the way, if it has one, makes right."""
+        if not names or not way.control:
+            return names
+        control = self.attempt(way.gradients, way.control)
+        return [] if isinstance(control, Finding) else [n for n in names if n not in self.wrong(way, usual, control)]
+
+    def repeated(self, way: Way, usual: Results, names: list[str]) -> Iterator[Finding]:
+        """Findings on wrong quantities: of the way if more such calls are all wrong, else of a race."""
+        again = [self.attempt(way.gradients, way.options) for _ in range(REPEATED if names else 0)]
+        calls = [names, *(self.wrong(way, usual, results) for results in again if not isinstance(results, Finding))]
         for n in names:
             times = sum(n in those for those in calls)
             if times < len(calls):
                 yield Finding("differs", VARIES.format(f" (wrong in {times} of {len(calls)} calls {way.when})"), n)
             else:
-                yield Finding(way.kind, f"wrong {way.when}, right otherwise", n)
+                yield Finding(way.kind, quantity=n, when=way.when)
 
-    def rare(self, usual: Found) -> tuple[Found | None, int, int]:
+    def rare(self, usual: Results) -> tuple[Results | None, int, int]:
         """The first of many calls that differs from the usual one, how many differ, and how many were made."""
         forward = self.p.case.T < SUB
         options = self.usual | {"backwards": int(not forward)}
-        state: dict = {"other": None, "differ": 0, "calls": 0}
-        gradients = not self.kernel.how.forward_only
+        others, differ = [], []
 
         def calls() -> None:  # in one thread, whose start would take as long as a call
             for _ in range(self.kernel.races):
-                found = self.run(gradients, options)
-                state["calls"] += 1
-                made = usual | {name: y for name, y in found.items() if not (forward and name.startswith("d"))}
-                if any(not same(y, usual[name]) for name, y in made.items()):
-                    state["other"] = state["other"] or made
-                    state["differ"] += 1
+                results = self.run(not self.kernel.how.forward_only, options)
+                made = usual | {name: y for name, y in results.items() if not (forward and name.startswith("d"))}
+                differ.append(any(not same(y, usual[name]) for name, y in made.items()))
+                others.extend([made] * (differ[-1] and not others))
 
         attempt(self.kernel.seconds * self.kernel.races, calls)
-        return state["other"], state["differ"], state["calls"]
+        return next(iter(others), None), sum(differ), len(differ)
 
-    def tried(self, usual: Found) -> Iterator[Finding]:
+    def other_ways(self, usual: Results) -> Iterator[Finding]:
         """Findings on results that are wrong or missing in another way of calling, and right in the usual one."""
         written, failed = self.written(), set()
         for way in self.ways(usual["dq"] is not None):
             if way.kind == "nested" and failed & {"twice", "interleaved"}:
                 continue
-            found = attempt(self.kernel.seconds, self.run, way.gradients, way.options)
-            if not isinstance(found, Finding):
+            results = self.attempt(way.gradients, way.options)
+            if not isinstance(results, Finding):
                 between = way.kind in ("interleaved", "nested")
-                for f in self.believed(way, usual, found):
+                names = self.blamed(way, usual, self.wrong(way, usual, results))
+                for f in self.repeated(way, usual, names):
                     if not between or f.quantity not in written:
                         failed.add(way.kind)
                         yield f
-            elif way.may_raise and found.kind == "raises":
+            elif way.may_raise and results.kind == "raises":
                 failed.add(way.kind)
                 yield Finding("not covered", way.may_raise)
             else:
-                yield Finding(found.kind, f"{way.when}: {found}", found.quantity)
-                if found.kind == "hangs":  # the next ones would, too
+                yield Finding(results.kind, f"{way.when}: {results}", results.quantity)
+                if results.kind == "hangs":  # the next ones would, too
                     break
         for n in written:
             yield Finding("overwritten", "another call writes into the results", n)
@@ -372,42 +375,47 @@ class Trial:
     def written(self) -> list[str]:
         """The results that another call writes into."""
         names: dict[str, None] = {}
-        for gradients in (False, True) if self.p.case.frozen else ():
-            if gradients and self.kernel.how.forward_only:
-                continue
-            found = attempt(self.kernel.seconds, self.overwritten, gradients)
-            names |= dict.fromkeys([] if isinstance(found, Finding) else found)
+        modes = (False,) if self.kernel.how.forward_only else (False, True)
+        for gradients in modes if self.p.case.frozen else ():
+            results = attempt(self.kernel.seconds, self.overwritten, gradients)
+            names |= dict.fromkeys([] if isinstance(results, Finding) else results)
         return [*names]
 
 
-def nearest(p: Problem, n: str, runs: list[Found]) -> Tensor | None:
+def nearest(p: Problem, n: str, runs: list[Results]) -> Tensor | None:
     """The result with the least error, of several."""
-    given = [found[n] for found in runs if found[n] is not None]
+    given = [results[n] for results in runs if results[n] is not None]
     return min(given, key=lambda x: p.judge(n, x)[0], default=None)
 
 
-def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
-    """The kernel's results on a case (none if it gave none), and findings on its calls.
+def observe(kernel: Kernel, p: Problem) -> tuple[Results, list[Finding]]:
+    """The kernel's results on a case (none if it gave none), and findings on its calls. In order, until calls differ:
 
-    Two runs must be the same, and many more in a case that is called `often`. Then come the other ways of calling it.
-    A failure in another way may come in any call now and then: several more calls are made as usual. If they differ,
-    the report says only that, and judges the best of them. A kernel that writes into its inputs sees other inputs ever
-    after, so no other finding counts.
+        two calls as usual              `as_usual`; without results, that is all
+        hundreds as usual               `rare`, in a case that is called `often`
+        each other way of calling       `ways`: for each
+            wrong only there?           `wrong`
+            right in its control call?  `blamed`
+            wrong every time?           `repeated`: at times only, it is a race
+        some more as usual              if a way failed: such a failure may come in any call now and then
+
+    If usual calls differ, the report says only that, and judges the best of them. A kernel that writes into its inputs
+    sees other inputs ever after, so no other finding counts.
     """
     trial = Trial(kernel, p)
     before = {n: y.clone() for n, y in trial.x.items()}
     none = {f"d{n}": None for n in trial.names} if kernel.how.forward_only else {}
 
-    def calls(n: int) -> Iterator[Found | Finding]:
+    def calls(n: int) -> Iterator[Results | Finding]:
         for _ in range(n):
-            found = attempt(kernel.seconds, trial.run, not kernel.how.forward_only, trial.usual)
-            failed = isinstance(found, Finding)
-            yield found if failed else found | none
-            if failed and found.kind in ("hangs", "not covered"):
+            results = trial.as_usual()
+            failed = isinstance(results, Finding)
+            yield results if failed else results | none
+            if failed and results.kind in ("hangs", "not covered"):
                 return
 
     runs, findings = [*calls(2)], []
-    if all(isinstance(found, Finding) for found in runs):
+    if all(isinstance(results, Finding) for results in runs):
         may = optional(kernel.kind, p.case)
         refused = may and runs[0].kind in ("raises", "dtype")
         return {}, [Finding("not covered", may) if refused else runs[0]]
@@ -417,14 +425,14 @@ def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
         runs += [other | none] if other else []
         rate = f" (in {differ} of {n} calls)" if other else ""
     if not varying(runs):
-        findings = [*trial.tried(runs[0])]
+        findings = [*trial.other_ways(runs[0])]
         if any(f.kind != "not covered" for f in findings):
             runs += calls(AGAIN)
     differ = varying(runs)
     if differ:
         said = VARIES.format(rate)
         findings = [Finding("differs", f"{said}{f': {differ[n]}' if differ[n] else ''}", n) for n in differ]
-    runs = [found for found in runs if not isinstance(found, Finding)]
+    runs = [results for results in runs if not isinstance(results, Finding)]
     usual = runs[0] | {n: nearest(p, n, runs) for n in differ if n in runs[0]}
     changed = [n for n, y in trial.x.items() if not torch.equal(y, before[n])]
     if changed:
@@ -434,9 +442,9 @@ def observe(kernel: Kernel, p: Problem) -> tuple[Found, list[Finding]]:
     return usual, findings
 
 
-def varying(runs: list[Found | Finding]) -> dict[str, str]:
+def varying(runs: list[Results | Finding]) -> dict[str, str]:
     """The quantities in which equal calls differ; or that some of them gave none, and why."""
-    first, *rest = (found for found in runs if not isinstance(found, Finding))
-    failed = [found for found in runs if isinstance(found, Finding)]
-    found = {n: "" for n, y in first.items() if not all(same(y, other[n]) for other in rest)}
-    return found | {failure.quantity: str(failure) for failure in failed[:1]}
+    first, *rest = (run for run in runs if not isinstance(run, Finding))
+    failed = [run for run in runs if isinstance(run, Finding)]
+    differ = {n: "" for n, y in first.items() if not all(same(y, other[n]) for other in rest)}
+    return differ | {failure.quantity: str(failure) for failure in failed[:1]}

@@ -22,7 +22,7 @@ from ._cases import MILD, SUB, UNIFORM, C, Case, but_for_gates, held, inputs
 from ._claims import up
 from ._kernel import Finding
 from ._mechanisms import SHORT, Kind
-from ._run import Found, Trial, attempt
+from ._run import Results, Trial
 from .oracle import Problem, evaluate, numbers, parts
 
 # -- in a tensor ---------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def shaded(excess: Tensor, down: int, along: int) -> list[str]:
 
 def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
     """The chunks, heads, ... that contain all wrong elements; an axis is left out if every part of it has some."""
-    found = []
+    places = []
 
     def tell(axis: str, here: list[int], size: int) -> None:
         if len(here) == size:
@@ -51,7 +51,7 @@ def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
         if len(here) == here[-1] - here[0] + 1 > 2:
             which = f"{here[0]} to {here[-1]}"
         plural = "" if len(here) == 1 else "es" if axis == "batch" else "s"
-        found.append(f"{axis}{plural} {which} of {size}")
+        places.append(f"{axis}{plural} {which} of {size}")
 
     for dim, axis in enumerate(axes):
         here, size = wrong.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist(), wrong.shape[dim]
@@ -63,7 +63,7 @@ def affected(wrong: Tensor, axes: list[str], ends: tuple[int, ...]) -> str:
                 tell("sequence", inside, len(ends) - 1)
             here, size = sorted({starts[t] for t in here}), max(starts) + 1
         tell(axis, here, size)
-    return "; ".join(found)
+    return "; ".join(places)
 
 
 def locate(p: Problem, name: str, x: Tensor) -> dict:
@@ -95,9 +95,6 @@ def locate(p: Problem, name: str, x: Tensor) -> dict:
 
 
 # -- words for cases -----------------------------------------------------------------------------
-ONLY = "Only these have "  # how a sentence on traits begins that no passing case has
-
-
 def longest(case: Case) -> int:
     """The tokens of a case's longest sequence."""
     return max(b - a for a, b in pairwise(case.ends or (0, case.T)))
@@ -190,11 +187,11 @@ def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[s
     return f"Wrong with gates {UNIFORM[min(wrong)]}{stronger}, right with gates {UNIFORM[max(right)]} and weaker{only}"
 
 
-def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
-    """Sentences on traits that only failing cases have, and on those that all of them hardly share by chance."""
-    if not passing:
-        return []
+def traits(failing: Sequence[Case], passing: Sequence[Case]) -> tuple[list[str], list[str]]:
+    """What only failing cases have, all of them; and what all of them have and hardly share by chance."""
     only, also = [], []
+    if not passing:
+        return only, also
     for name in ("T", "N", "H", "groups", "K", "V"):
         size, where = COUNTS[name], " in a sequence" * (name == "T")
         wrong, right = ([size.of(c) for c in some] for some in (failing, passing))
@@ -211,8 +208,13 @@ def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
         share = some.count(wrong[0]) / max(len(some), 1)
         if not told and wrong[0] and len({*wrong}) == 1 and share ** len(wrong) < CHANCE:
             also.append(wrong[0])
-    found = {ONLY: only, "All failing cases have ": also}
-    return [f"{who}{'; '.join(what)}" for who, what in found.items() if what]
+    return only, also
+
+
+def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
+    """Sentences on the :func:`traits`."""
+    had = zip(("Only these have", "All failing cases have"), traits(failing, passing), strict=True)
+    return [f"{who} {'; '.join(what)}" for who, what in had if what]
 
 
 # -- the smallest case ---------------------------------------------------------------------------
@@ -317,9 +319,9 @@ def listed(numbers: Iterable[int], size: Size) -> str:
     return f"{', '.join(map(str, some))}{' and ' * bool(some)}{size.count(last)}"
 
 
-def plainly(p: Problem, found: Found) -> bool:
+def plainly(p: Problem, results: Results) -> bool:
     """Whether a quantity is wrong by so much that it counts as wrong in other calls, too."""
-    judged = (p.judge(n, x) for n, x in found.items() if x is not None)
+    judged = (p.judge(n, x) for n, x in results.items() if x is not None)
     return any(not error <= PLAINLY * allowed for error, allowed in judged)
 
 
@@ -373,8 +375,8 @@ class Bounds:
         if key in self.known:
             return self.known[key]
         k, claim = self.examiner.kernel, self.examiner.claim
-        rows, asked = self.examiner.asked(case)
-        if case.T < 1 or rows or asked is None or claim.fit(case, self.kind) != case:
+        rows, left = self.examiner.within_signature(case)
+        if case.T < 1 or rows or left is None or claim.fit(case, self.kind) != case:
             return self.known.setdefault(key, {})
         tokens = case.T if case.T <= SHORT else 0.4 * case.T  # chunks take less time than the recurrence
         self.left, self.work = self.left - 1, self.work - numbers(case) - TOKEN * tokens
@@ -382,11 +384,10 @@ class Bounds:
             self.cut = True
             raise Spent
         p = self.problem(case, other)
-        trial = Trial(k, p, self.apart)
-        found = attempt(k.seconds, trial.run, not k.how.forward_only, trial.usual)
-        if isinstance(found, Finding):
+        results = Trial(k, p, self.apart).as_usual()
+        if isinstance(results, Finding):
             return self.known.setdefault(key, {})
-        judged = {n: p.judge(n, found[n]) for n in self.wrong if found.get(n) is not None and n in p.exact}
+        judged = {n: p.judge(n, results[n]) for n in self.wrong if results.get(n) is not None and n in p.exact}
         return self.known.setdefault(key, {n: error / allowed for n, (error, allowed) in judged.items()})
 
     def bound(self, c: Case, name: str) -> Statement | None:
@@ -471,7 +472,7 @@ class Bounds:
 
         `failing` and `passing` are all cases that were seen: a sentence that one of them contradicts is left out.
         """
-        c, found, alone = None, [], ""
+        c, said, alone = None, [], ""
         with suppress(Spent):
             if not self.fails(case):
                 return None, []
@@ -482,11 +483,11 @@ class Bounds:
         self.left, self.work = self.left + MORE, self.work + WORK
         with suppress(Spent):
             for name in ("N", "T", "past", "B", "H", "groups", "K", "V"):
-                found += filter(None, [self.bound(c, name)])
+                said += filter(None, [self.bound(c, name)])
             needed = {name: s for name in WORDED if (s := self.without(c, name))}
-            found += needed.values()
+            said += needed.values()
             alone = "" if "other" in needed else self.alone(c)
             if not (c.state or self.kind.cache) and self.right(replace(c, state=True)):  # a cache adds keys
                 text = "wrong without an initial state, right with one"
-                found.append(Statement(text, lambda case: not case.state, lambda case: case.state))
-        return c, agreed(found, c, failing, passing) + [alone] * bool(alone)
+                said.append(Statement(text, lambda case: not case.state, lambda case: case.state))
+        return c, agreed(said, c, failing, passing) + [alone] * bool(alone)

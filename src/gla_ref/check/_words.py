@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -67,6 +68,12 @@ def company(report: Report) -> str:
     return f"{', '.join(report.alone)} {passes} alone, in a new process: the kernel kept state from an earlier case"
 
 
+def only_when(when: str, kept: bool = False) -> str:
+    """What is wrong in one way of calling, right in the usual one; or, if something is `kept`, right the first time."""
+    kept_from = "as the first such call of a new process: something is kept between calls"
+    return f"wrong {when}, right {kept_from if kept else 'otherwise'}"
+
+
 def reach(cases: Sequence[Case]) -> str:
     """The largest sizes among cases, and those of the largest case, where they meet."""
 
@@ -77,8 +84,8 @@ def reach(cases: Sequence[Case]) -> str:
     packs = [len(c.ends) - 1 for c in cases if c.ends]
     largest = max(cases, key=lambda c: c.volume)
     met = {n: getattr(largest, n) for n in "BTHKV"}
-    found = f"up to {said(most)}" + (f", {max(packs)} packed sequences" if packs else "")
-    return found if met == most else f"{found}; at most {said(met)} in one case"
+    largest_of_each = f"up to {said(most)}" + (f", {max(packs)} packed sequences" if packs else "")
+    return largest_of_each if met == most else f"{largest_of_each}; at most {said(met)} in one case"
 
 
 def tried(report: Report) -> str:
@@ -185,10 +192,8 @@ def text(report: Report) -> str:
         for sentence in report.measured:
             lines += wrapped(sentence, "  * ")
         lines += wrapped(f"all else as in {report.smallest}", "    ")
-    if report.cut:
-        lines += ["", CUT]
-    if undiagnosed(report):
-        lines += ["", *textwrap.wrap(undiagnosed(report), 80)]
+    for said in (CUT if report.cut else "", undiagnosed(report)):
+        lines += ["", *textwrap.wrap(said, 80)] if said else []
     shown = ""
     for row in report.first_wrong:
         along = "time" if "t" in row.where else "rows"
@@ -207,10 +212,8 @@ def text(report: Report) -> str:
     if report.reproduction:
         lines += ["", "The smallest case that fails, to run:", ""]
         lines.append(textwrap.indent(report.reproduction, "    "))
-    if report.not_covered:
-        lines += ["", *textwrap.wrap(f"Not covered (cases): {uncovered(report)}", 80)]
-    if tried(report):
-        lines += ["", *textwrap.wrap(tried(report), 80)]
+    for said in (report.not_covered and f"Not covered (cases): {uncovered(report)}", tried(report)):
+        lines += ["", *textwrap.wrap(said, 80)] if said else []
     lines += ["", head(report)]
     return "\n".join(lines)
 
@@ -251,14 +254,9 @@ def squares(cells: list[str], w: float, h: float) -> Iterator[str]:
     for level, shade in enumerate(SHADES[1:], 1):
         path = []
         for i, line in enumerate(cells):
-            start = 0
-            while (a := line.find(shade, start)) >= 0:
-                b = a
-                while b < len(line) and line[b] == shade:
-                    b += 1
+            for a, b in (run.span() for run in re.finditer(f"{re.escape(shade)}+", line)):
                 side = (b - a) * w
                 path.append(f"M{MARGIN + a * w:.1f} {i * h:.1f}h{side:.1f}v{h:.1f}h{-side:.1f}z")
-                start = b
         if path:
             yield f'<path class="wrong" fill-opacity="{opacity(level):.2f}" d="{"".join(path)}"/>'
 
@@ -310,16 +308,18 @@ def legend() -> str:
     )
 
 
+def paragraphs(*said: str) -> Iterator[str]:
+    """Those of the sentences that are not empty."""
+    yield from (f"<p>{escape(line)}</p>" for line in said if line)
+
+
 def html(report: Report) -> str:
     """The whole report; every word that came from outside is escaped."""
     kind = "in" if report.ok else "out" if report.failures else ""
     tried_of = f"{len(report.covered)} of {report.ladder} cases tried"
     parts = [f'<p><strong class="{kind}">{report.verdict}</strong> {escape(title(report))} ({tried_of})</p>']
-    parts += [f"<p>{escape(line)}</p>" for line in exceptions(report)]
-    parts += table(report)
-    if report.failing:
-        parts.append(f"<p>{escape(extent(report))}</p>")
-    parts += [f"<p>{escape(line)}</p>" for line in (*report.common, company(report)) if line]
+    parts += [*paragraphs(*exceptions(report)), *table(report)]
+    parts += paragraphs(extent(report) if report.failing else "", *report.common, company(report))
     for (kind, message), rows in report.findings.items():
         parts.append(f"<p><strong>{escape(kind)}</strong> {escape(called(rows))}: {escape(message[:400])}</p>")
     if report.diagnosis:
@@ -332,10 +332,7 @@ def html(report: Report) -> str:
         items = "".join(f"<li>{escape(line)}</li>" for line in report.measured)
         parts.append(f"<p>Called with other sizes and options, it is</p><ul>{items}</ul>")
         parts.append(f"<p>all else as in <code>{escape(str(report.smallest))}</code></p>")
-    if report.cut:
-        parts.append(f"<p>{CUT}</p>")
-    if undiagnosed(report):
-        parts.append(f"<p>{escape(undiagnosed(report))}</p>")
+    parts += paragraphs(CUT if report.cut else "", undiagnosed(report))
     for row in report.first_wrong:
         parts.append(
             f"<p>First wrong <strong>{escape(row.quantity)}</strong> of case {escape(row.case)}: {place(row)}"
@@ -347,10 +344,7 @@ def html(report: Report) -> str:
     if report.reproduction:
         parts.append("<p>The smallest case that fails, to run:</p>")
         parts.append(f'<pre tabindex="0">{escape(report.reproduction)}</pre>')
-    if report.not_covered:
-        parts.append(f"<p>Not covered (cases): {escape(uncovered(report))}</p>")
-    if tried(report):
-        parts.append(f"<p>{escape(tried(report))}</p>")
+    parts += paragraphs(report.not_covered and f"Not covered (cases): {uncovered(report)}", tried(report))
     return f'<div class="gla-check"><style>{STYLE}</style>{"".join(parts)}</div>'
 
 
@@ -406,18 +400,18 @@ def annotations(report: Report, where: tuple[str, int] | None) -> list[str]:
     """An error for each of the first wrong quantities and failed calls, a warning for each waiver."""
     mechanism = report.settings["mechanism"]
     why = [f"It behaves as if: {match['mistake']}" for match in report.diagnosis[:1]]
-    found = []
+    lines = []
     for row in report.first_wrong:
         said = [f"error {row.error:.1e}, budget {row.budget:.1e}, first wrong at {place(row)}"]
         said += [*why, str(report.cases[row.case]), head(report)]
-        found.append(line("error", where, f"{mechanism}: {row.quantity} wrong in case {row.case}", "\n".join(said)))
+        lines.append(line("error", where, f"{mechanism}: {row.quantity} wrong in case {row.case}", "\n".join(said)))
     for (kind, message), rows in report.findings.items():
         heading = f"{mechanism}: {kind}, {rows[0].quantity} of case {rows[0].case}"
-        found.append(line("error", where, heading, f"{message}\n{report.cases[rows[0].case]}\n{head(report)}"))
-    if not report.ok and not found:
+        lines.append(line("error", where, heading, f"{message}\n{report.cases[rows[0].case]}\n{head(report)}"))
+    if not report.ok and not lines:
         missing = f"not covered (cases): {uncovered(report)}"
-        found.append(line("error", where, f"{mechanism}: {report.verdict}", missing))
+        lines.append(line("error", where, f"{mechanism}: {report.verdict}", missing))
     for (quantity, reason), rows in report.waived.items():
         heading = f"{mechanism}: {quantity} waived"
-        found.append(line("warning", where, heading, f"{reason} ({len(rows)} of {len(report.covered)} cases)"))
-    return found
+        lines.append(line("warning", where, heading, f"{reason} ({len(rows)} of {len(report.covered)} cases)"))
+    return lines

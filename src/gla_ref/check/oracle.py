@@ -70,10 +70,10 @@ def evaluate(
     if between:
         between()
     states = kind.parts(state) or (None,) * len(kind.states)
-    found = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
-    pulled = {n: y for n, y in found.items() if f"d {n}" in x and y is not None and y.requires_grad}
-    asked = {n: y for n, y in leaves.items() if y.requires_grad}
-    grads = (None,) * len(asked)
+    results = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
+    pulled = {n: y for n, y in results.items() if f"d {n}" in x and y is not None and y.requires_grad}
+    differentiable = {n: y for n, y in leaves.items() if y.requires_grad}
+    grads = (None,) * len(differentiable)
     reached = pulled if case.loss == "state" else "o" in pulled
     for left in reversed(range(backwards if reached else 0)):
         pull = 1.0 if x["q"].dtype == torch.float16 else case.pull
@@ -82,10 +82,10 @@ def evaluate(
         if amid and left < backwards - 1:
             amid()
         options = {"allow_unused": True, "retain_graph": left > 0, "materialize_grads": case.loss == "state"}
-        grads = torch.autograd.grad([*pulled.values()], [*asked.values()], cotangents, **options)
+        grads = torch.autograd.grad([*pulled.values()], [*differentiable.values()], cotangents, **options)
         grads = grads if pull == 1 else [d if d is None else d / pull for d in grads]
-    found |= {f"d{n}": d for n, d in zip(asked, grads, strict=True)}
-    return {n: y if y is None else y.detach() for n, y in found.items()}
+    results |= {f"d{n}": d for n, d in zip(differentiable, grads, strict=True)}
+    return {n: y if y is None else y.detach() for n, y in results.items()}
 
 
 def octaves(T: int) -> Iterator[slice]:
@@ -109,8 +109,8 @@ def errors(made: Tensor, exact: Tensor, n: int, axis: int) -> Tensor:
         return exact.new_zeros(n)
     off, exact = (x.unflatten(axis, (n, -1)).movedim(axis, 0).flatten(1) for x in ((made - exact).abs(), exact))
     rms = exact.square().mean(1).sqrt()
-    found = off.amax(1) / torch.where(rms > 1e-3, rms, 1.0)
-    return found.nan_to_num(math.inf, math.inf)
+    relative = off.amax(1) / torch.where(rms > 1e-3, rms, 1.0)
+    return relative.nan_to_num(math.inf, math.inf)
 
 
 def repeated(kind: Kind, x: dict[str, Tensor], copies: int) -> dict[str, Tensor]:
@@ -118,11 +118,11 @@ def repeated(kind: Kind, x: dict[str, Tensor], copies: int) -> dict[str, Tensor]
     return {n: torch.cat([y] * copies, kind.head_axis(n)) for n, y in x.items()}
 
 
-def asked(fn: Callable, kind: Kind, x: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+def evaluate_given(fn: Callable, kind: Kind, x: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     """:func:`evaluate` without gradients where the loss puts nothing on a result, and without what is missing."""
     pulled = any(f"d {n}" in x for n in ("o", *kind.states.values()))
-    found = evaluate(fn, kind, x, case, frozen=() if pulled else [*x])
-    return {n: y for n, y in found.items() if y is not None}
+    results = evaluate(fn, kind, x, case, frozen=() if pulled else [*x])
+    return {n: y for n, y in results.items() if y is not None}
 
 
 @torch.inference_mode(False)
@@ -135,7 +135,7 @@ def exact(mechanism: str, x: dict[str, Tensor], **how) -> dict[str, Tensor]:
         how: `scale` and `ends` of a :class:`~gla_ref.check.Case`.
     """
     kind = MECHANISMS[mechanism]
-    return asked(kind.oracle, kind, {n: y.double() for n, y in x.items()}, Case(**how))
+    return evaluate_given(kind.oracle, kind, {n: y.double() for n, y in x.items()}, Case(**how))
 
 
 @torch.inference_mode(False)
@@ -173,9 +173,9 @@ def emulated(
         wide |= {n: y / last for n, y in wide.items() if n == "d S"}
     for i in chosen:
         way = partial(kind.emulate, dtype=dtype or x["q"].dtype, run=i, copies=many, sharp=sharp, **options or {})
-        found = asked(way, kind, repeated(kind, wide, many), case)
-        found = {n: y if n == "S" else (last * y).to(like[n].dtype) for n, y in found.items()}
-        made = {n: y.chunk(many, kind.head_axis(n)) for n, y in found.items()}
+        results = evaluate_given(way, kind, repeated(kind, wide, many), case)
+        results = {n: y if n == "S" else (last * y).to(like[n].dtype) for n, y in results.items()}
+        made = {n: y.chunk(many, kind.head_axis(n)) for n, y in results.items()}
         runs += [{n: y[j] for n, y in made.items()} for j in range(many)]
     return runs
 
@@ -186,11 +186,11 @@ def judge(
     """{quantity: (error, budget)} of its worst octave; the budget is 2 x the emulated runs' worst error + 4 eps."""
     verdict = {}
     for n, x in found.items():
-        pairs = []
+        octaves_judged = []
         for s in parts(MECHANISMS[mechanism], n, x):
             worst = max(error(run[n][s], right[n][s]) for run in runs)
-            pairs.append((error(x[s], right[n][s]), budget(worst, x.dtype)))
-        verdict[n] = max(pairs, key=lambda p: p[0] / p[1])
+            octaves_judged.append((error(x[s], right[n][s]), budget(worst, x.dtype)))
+        verdict[n] = max(octaves_judged, key=lambda p: p[0] / p[1])
     return verdict
 
 
@@ -246,8 +246,8 @@ def budgets_of(
         got = evaluate(partial(way, copies=many) if many > 1 else way, kind, repeated(kind, single_x, many), case)
         for name, y in exact.items():
             axis, right = kind.head_axis(name), torch.cat([y] * many, kind.head_axis(name))
-            rounded = got[name].to(held(kind, name, case, dtype)).double()
-            worst = torch.stack([errors(rounded[s], right[s], many * n, axis) for s in parts(kind, name, y)])
+            returned = got[name].to(held(kind, name, case, dtype)).double()
+            worst = torch.stack([errors(returned[s], right[s], many * n, axis) for s in parts(kind, name, y)])
             budgets.setdefault(name, []).append(worst.unflatten(1, (many, n)).amax(1))
     return {name: budget(torch.stack(worst).amax(0), held(kind, name, case, dtype)) for name, worst in budgets.items()}
 
@@ -277,8 +277,8 @@ class Problem:
     def judge(self, name: str, x: Tensor, against: Tensor | None = None) -> tuple[float, float]:
         """(error, budget) of a quantity's worst octave; the error is infinite where x is not finite."""
         error, budget = self.compared(name, x, self.exact[name] if against is None else against)
-        while against is None and budget < error < NEAR * budget and (found := next(self.more, None)):
-            for n, budgets in found.items():
+        while against is None and budget < error < NEAR * budget and (drawn := next(self.more, None)):
+            for n, budgets in drawn.items():
                 self.budgets[n] = [max(pair) for pair in zip(self.budgets[n], budgets, strict=True)]
             error, budget = self.compared(name, x, self.exact[name])
         return error, budget
@@ -305,17 +305,17 @@ def problems(
     Cases that differ in how a kernel is called share the numbers.
     """
     keys = [(mechanism, plain(case), dtype, seed, form, device) for case in cases]
-    found = {key: WORKED_OUT[key] for key in keys if key in WORKED_OUT}
+    worked = {key: WORKED_OUT[key] for key in keys if key in WORKED_OUT}
     groups: dict[Case, list[tuple]] = {}
     for key in dict.fromkeys(keys):
-        if key not in found:
+        if key not in worked:
             groups.setdefault(shape(key[1]), []).append(key)
     for group in groups.values():
-        found |= zip(group, worked_out(mechanism, [key[1] for key in group], dtype, seed, form, device), strict=True)
-    WORKED_OUT.update(found)
+        worked |= zip(group, worked_out(mechanism, [key[1] for key in group], dtype, seed, form, device), strict=True)
+    WORKED_OUT.update(worked)
     while len(WORKED_OUT) > KEPT_PROBLEMS:  # the oldest first
         WORKED_OUT.pop(next(iter(WORKED_OUT)), None)
-    return [as_asked(found[key], case) for key, case in zip(keys, cases, strict=True)]
+    return [as_asked(worked[key], case) for key, case in zip(keys, cases, strict=True)]
 
 
 @lru_cache(maxsize=KEPT_PROBLEMS)

@@ -140,7 +140,7 @@ class Low(torch.autograd.Function):
         return tf32(d) @ tf32(y.mT), tf32(x.mT) @ tf32(d)
 
 
-def rounded(c: Call, multiply: Callable) -> tuple[Tensor, Tensor]:
+def with_products(c: Call, multiply: Callable) -> tuple[Tensor, Tensor]:
     x = {"state": c.S, "scale": c.s, "dtype": torch.float32, "C": 64, "mode": Products(multiply)}
     if c.beta is None:
         return two_level(c.q, c.k, c.v, c.g, **x)
@@ -148,8 +148,8 @@ def rounded(c: Call, multiply: Callable) -> tuple[Tensor, Tensor]:
 
 
 mistake("products in TF32, which Triton takes for float32 (or float16)", READ, rounding=True)(
-    partial(rounded, multiply=Low.apply)
+    partial(with_products, multiply=Low.apply)
 )
 mistake("operands of products in bfloat16", READ, rounding=True)(
-    partial(rounded, multiply=lambda x, y: Product.apply(x, y, torch.bfloat16))
+    partial(with_products, multiply=lambda x, y: Product.apply(x, y, torch.bfloat16))
 )

@@ -204,14 +204,14 @@ def snapshot_of_somebody_else(*x, scale=None, initial_state=None, cu_seqlens=Non
     if cu_seqlens is None:
         return o, final
     ends, S0 = cu_seqlens.tolist(), torch.zeros_like(final) if initial_state is None else initial_state
-    spans, found = [*pairwise(ends)], []
+    spans, states = [*pairwise(ends)], []
     for a, e in spans:
         at = (a // C + (e - a) // C) * C  # the sequence's last whole chunk, on a grid of the whole pack
         n, (start, _) = max((n, span) for n, span in enumerate(spans) if span[0] <= at)
         snapshot = right(*(y[:, start:at] for y in x), initial_state=S0[n : n + 1])[1] if start < at else S0[n : n + 1]
         tail = [y[:, a + (e - a) // C * C : e] for y in x]
-        found.append(right(*tail, initial_state=snapshot)[1] if tail[0].shape[1] else snapshot)
-    return o, torch.cat(found)
+        states.append(right(*tail, initial_state=snapshot)[1] if tail[0].shape[1] else snapshot)
+    return o, torch.cat(states)
 
 
 named("state from the pack's chunk grid", PACK, STATES, lambda C: partial(snapshot_of_somebody_else, C=C), whole=True)

@@ -90,9 +90,9 @@ simple("initial state ignored", PACK, lambda c: {"S": torch.zeros_like(c.S)})
 
 @mistake("final state not decayed through the last chunk", "S_T", ANY_GATED, chunked=True)
 def _(c):
-    if not c.q.shape[1]:
-        return c.run()
     o, S = c.run()
+    if not c.q.shape[1]:
+        return o, S
     last = (c.q.shape[1] - 1) // c.C * c.C
     return o, S + (1 - decay(c.g[:, last:])) * c.cut(0, last).run()[1]
 
@@ -131,16 +131,13 @@ def _(c, ends):
 
 
 # -- gradients ---------------------------------------------------------------------------------
-@mistake("gradient of the final state ignored", GRADIENT)
-def _(c):
-    o, S = c.run()
+def without_dS(o: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     return o, backward(S, torch.zeros_like)
 
 
-@mistake("gradient of the final state ignored", GRADIENT, whole=True)
-def _(c, ends):  # also that of a sequence without tokens
-    o, S = c.each(ends)
-    return o, backward(S, torch.zeros_like)
+IGNORED = "gradient of the final state ignored"  # the second, also that of a sequence without tokens
+mistake(IGNORED, GRADIENT)(lambda c: without_dS(*c.run()))
+mistake(IGNORED, GRADIENT, whole=True)(lambda c, ends: without_dS(*c.each(ends)))
 
 
 @mistake("dq without what the initial state adds", GRADIENT)

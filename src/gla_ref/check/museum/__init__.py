@@ -65,10 +65,7 @@ def error_map(room: Room) -> dict:
     exact = evaluate(kind.exact, kind, inputs(mechanism, case, torch.float32, seed=0), case)[name]
     error = (quantities(room.fn, mechanism, case)[name] - exact).abs() / exact.square().mean().sqrt()
     of_tokens = "T" in kind.axes(name)
-    if of_tokens:
-        plane = error.amax(0).flatten(1).T
-    else:
-        plane = error.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
+    plane = error.amax(0).flatten(1).T if of_tokens else error.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)
     digits = (2 * (plane.clamp_min(1e-4).log10() + 4)).ceil().clamp_max(9)
     rows = ["".join("x" if d != d else str(int(d)) for d in row) for row in digits.tolist()]
     return {"heads": exact.shape[kind.head_axis(name)], "sequences": 0 if of_tokens else len(error), "rows": rows}
