@@ -57,8 +57,9 @@ def names(found):
 @pytest.mark.parametrize("mechanism", FAMILY)
 def test_the_portable_kernels_run_where_they_are_asked_for(mechanism):
     for direction in ("forward", "backward"):
-        found = planned(mechanism, direction=direction, kernel="portable")
-        assert found.name == "portable" and found.why[0] == "the portable kernel: it was asked for"
+        for hardware in ("sm_80", "sm_90"):
+            found = planned(mechanism, direction=direction, kernel="portable", hardware=hardware)
+            assert found.name == "portable" and found.why[0] == "the portable kernel: it was asked for"
 
 
 REFUSED = {  # what is wrong: mechanisms, and the sizes of their calls
@@ -82,6 +83,18 @@ def test_what_they_do_not_take_is_named(mechanism, message):
             forward(mechanism, kernel=kernel, **sizes)
     for found in (forward(mechanism, **sizes), backward(mechanism, **sizes)):
         assert found.name == "portable" and message in found.why[0]
+
+
+@gluon
+def test_a_portable_gradient_says_why_hoppers_was_not_taken():
+    """`kernel` asks for the kernel of o; where the gradient's takes less, nothing falls back unseen."""
+    for mechanism, dtype, path, message in (
+        ("gla", F16, None, "kernel makes gradients of tokens in bfloat16, not torch.float16"),
+        ("kda", BF16, "segmented", "kernels of the gradient have no segments, and path='segmented' was asked for"),
+    ):
+        told = explain(mechanism, *call(mechanism, dtype=dtype), hardware="sm_90", kernel="hopper", path=path)
+        there, back = told.split("backward: portable")
+        assert there.startswith("forward: hopper") and f"the portable kernel: the Hopper {message}" in back
 
 
 @gluon
