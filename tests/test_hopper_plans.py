@@ -269,7 +269,7 @@ def test_the_number_of_programs_decides_between_them():
 @gluon
 def test_few_heads_of_long_sequences_are_cut_into_segments():
     found = GATED(**LONG, HV=8)
-    walk, carry, again = ("walk", (4 * 8 * 8,)), ("carry", (8 * 8,)), ("walk", (2 * 8 * 8,))
+    walk, carry, again = ("walk", (4 * 8 * 8,)), ("carry_maps", (8 * 8,)), ("walk", (2 * 8 * 8,))
     assert launches(found) == [("solve", (8 * 512,)), walk, carry, again]
     assert "each sequence in segments of 64 of its 512 chunks: 16 programs for sm_90, 132 multiprocessors" in found.why
     many = GATED(**LONG, HV=32)
@@ -277,7 +277,7 @@ def test_few_heads_of_long_sequences_are_cut_into_segments():
     whole = "each sequence in one go: 128 programs for sm_90, 132 multiprocessors"
     assert whole in many.why
     # eight sequences of 4,096 tokens are as many programs as one of 64 heads
-    for HV, N, expected in ((8, 8, ["solve", "walk"]), (2, 2, ["solve", "walk", "carry", "walk"])):
+    for HV, N, expected in ((8, 8, ["solve", "walk"]), (2, 2, ["solve", "walk", "carry_maps", "walk"])):
         assert names(GATED(**LONG, HV=HV, options={"cu_seqlens": meta(N + 1, dtype=torch.int32)})) == expected
 
     found = BACK(**LONG, HV=8, kernel="hopper")
@@ -294,7 +294,7 @@ def test_few_heads_of_long_sequences_are_cut_into_segments():
     assert launches(BACK(**LONG, HV=32), 1) == [("walks", (4 * 32,)), ("gradients", (132,))]
 
     few, many = (forward("kda", **LONG, H=H, HV=H) for H in (2, 64))
-    assert names(few)[2:] == ["walk", "carry", "walk"]
+    assert names(few)[2:] == ["walk", "carry_maps", "walk"]
     assert names(many)[2:] == ["walk"] and whole in many.why
 
 
@@ -403,4 +403,4 @@ def test_the_plans_of_kda():
     assert names(backward("kda")) == ["prepare", "mend", "walks", "gradients", "mend_gradients"]
     assert backward("kda", path="segmented").name == backward("kda", options={"scale": 1e-9}).name == "portable"
     assert "Hopper kernels, in Gluon" in explain("kda", *call("kda"), hardware="sm_90")
-    assert names(forward("kda", path="segmented")) == ["prepare", "mend", "walk", "carry", "walk"]
+    assert names(forward("kda", path="segmented")) == ["prepare", "mend", "walk", "carry_maps", "walk"]
