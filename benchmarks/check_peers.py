@@ -203,6 +203,14 @@ class Check:
         said |= {n: getattr(args, n) for n in ("seeds", "device", "commit", "triton")}
         return said | found | {"message": (self.message or "not done") if found["ok"] is None else None}
 
+    def keep(self, found: dict | None, args: argparse.Namespace, environment: dict) -> None:
+        """Print the record, and write it to the file of records; what has not begun has none."""
+        if not self.rows:
+            return print(f"{self.subject} {self.dtype} {self.level}: {self.message or 'not begun'}", flush=True)
+        record = self.record(found, args)
+        print(line(record), flush=True)
+        results.merge(args.out, environment, "checks", [record], KEY)
+
 
 def line(r: dict) -> str:
     """A record for the terminal."""
@@ -268,6 +276,17 @@ def chosen(args: argparse.Namespace, known: dict[tuple, dict]) -> list[Check]:
     return checks
 
 
+def turns(checks: list[Check]) -> list[tuple[Check, list[str]]]:
+    """The shares of checks in turn, the longest check first, so that a share finds what the one before it compiled."""
+    todo = []
+    for it in checks:
+        names = [case.name for case in it.cases()]
+        shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)] or [[]]
+        it.shares = len(shares)
+        todo += [(n, -it.expected, it, some) for n, some in enumerate(shares)]
+    return [(it, some) for *_, it, some in sorted(todo, key=lambda share: share[:2])]
+
+
 def main() -> None:
     args = arguments()
     if args.child:
@@ -281,50 +300,33 @@ def main() -> None:
     args.commit, args.triton = environment["commit"], environment["triton"]
     print(json.dumps(environment), flush=True)
     standing = results.file(f"{gpu} check")
-    path = args.out or standing
-    known = {tuple(r.get(n) for n in KEY): r for p in (standing, path) for r in results.read(p, "checks")}
-    checks = chosen(args, known)
+    args.out = args.out or standing
+    known = {tuple(r.get(n) for n in KEY): r for p in (standing, args.out) for r in results.read(p, "checks")}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("check_peers: stopped"))
     waiting: dict[Future, Check] = {}
-
-    def start(*checks: Check) -> None:
-        """The checks take turns, the longest first, so that a share finds what the one before it had compiled."""
-        todo = []
-        for it in checks:
-            names = [case.name for case in it.cases()]
-            shares = [names[i : i + SHARE] for i in range(0, len(names), SHARE)] or [[]]
-            it.shares = len(shares)
-            todo += [(n, -it.expected, it, some) for n, some in enumerate(shares)]
-        for *_, it, some in sorted(todo, key=lambda share: share[:2]):
-            waiting[pool.submit(it.share, some, args)] = it
-
-    def note(it: Check, found: dict | None) -> None:
-        if not it.rows:
-            return print(f"{it.subject} {it.dtype} {it.level}: {it.message or 'not begun'}", flush=True)
-        record = it.record(found, args)
-        print(line(record), flush=True)
-        results.merge(path, environment, "checks", [record], KEY)
-
     end = time.monotonic() + (args.seconds_in_all or math.inf)
     with ThreadPoolExecutor(args.jobs) as pool:
         try:
-            start(*checks)
+            for it, some in turns(chosen(args, known)):
+                waiting[pool.submit(it.share, some, args)] = it
             while waiting and (left := end - time.monotonic()) > 0:
                 done, _ = wait(waiting, None if left == math.inf else left, FIRST_COMPLETED)
                 for future in done:
                     it, found = waiting.pop(future), future.result()
                     if found or (not it.shares and it.message):
-                        note(it, found)
+                        it.keep(found, args, environment)
                     if found and it.subject in LIBRARIES and found["worst"] == {}:  # perhaps for its backward pass
-                        start(Check(it.subject + FORWARD, it.dtype, it.level))
+                        for forward, some in turns([Check(it.subject + FORWARD, it.dtype, it.level)]):
+                            waiting[pool.submit(forward.share, some, args)] = forward
         finally:
             STOPPED.set()
             for process in list(RUNNING):
                 process.kill()
             pool.shutdown(cancel_futures=True)
             for it in dict.fromkeys(waiting.values()):
-                note(it, next((f.result() for f, of in waiting.items() if of is it and not f.cancelled()), None))
-    print(f"results: {path}")
+                found = next((f.result() for f, of in waiting.items() if of is it and not f.cancelled()), None)
+                it.keep(found, args, environment)
+    print(f"results: {args.out}")
 
 
 if __name__ == "__main__":

@@ -171,13 +171,8 @@ def sets_of(case: Case) -> list[dict]:
 
 def contenders_of(case: Case) -> list[Contender]:
     """The contenders that are measured on a case."""
-    return [
-        c
-        for c in CONTENDERS.get(case.mechanism, [])
-        if c.packed in (None, bool(case.lengths))
-        and (c.name in case.only if case.only else not c.named)
-        and c.takes(case)
-    ]
+    able = [c for c in CONTENDERS.get(case.mechanism, []) if c.packed in (None, bool(case.lengths)) and c.takes(case)]
+    return [c for c in able if (c.name in case.only if case.only else not c.named)]
 
 
 def kernels_of(contender: Contender, case: Case, x: dict[str, Tensor]) -> str | None:

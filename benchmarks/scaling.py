@@ -191,7 +191,7 @@ class Mechanism:
         self.args, self.name, self.device = args, name, device
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.form, forms = getattr(context_parallel, name), FORMS[name]
-        own_call = forms["triton" if device == "cuda" and "triton" in forms else "chunkwise"]
+        own_call = forms["triton" if device == "cuda" else "chunkwise"]
         self.single = {"call": own_call, "segments": functools.partial(self.form, group=alone)}
         rank, size = dist.get_rank(), dist.get_world_size()
         x = tokens(name, args.check * size, 4, args.size, self.dtype, device)

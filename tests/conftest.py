@@ -35,7 +35,7 @@ except ImportError:  # the GPU host may lack it; the tests that use it say so th
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"])
 def here():
-    """The device where kernels run: interpreted without a GPU, compiled with one."""
+    """Marks a test of kernels `gpu` where they run compiled; without a GPU they are interpreted."""
 
 
 @pytest.fixture

@@ -298,23 +298,26 @@ def test_chunk_sizes_that_fla_refuses_are_refused_in_its_words(name, sizes):
         getattr(fla, name)(*given, chunk_size=8)
 
 
-@pytest.mark.parametrize("name", ["fused_recurrent_gla", "chunk_linear_attn", "fused_recurrent_gated_delta_rule"])
+OF_V = ("fused_recurrent_gated_delta_rule", "fused_recurrent_kda", "chunk_gla")  # o has v's dtype in fla 0.6.0
+
+
+@pytest.mark.parametrize("name", ["fused_recurrent_gla", "chunk_linear_attn", "chunk_gated_delta_rule", *OF_V])
 def test_what_differs_in_dtype_is_widened_and_loses_nothing(name):
     """States of 16 bits, v of 16 bits with q and k of 32, and strengths from logits of 16."""
     if name in GATED:
-        (q, k, v), g, beta, S = delta_tensors()
+        (q, k, v), g, beta, S = delta_tensors(name)
         gates, half = {"g": g, "A_log": g[0, 0]}, beta.logit().half()  # without use_gate_in_kernel nothing reads A_log
         gates |= {"beta": half, "use_beta_sigmoid_in_kernel": True}
         wide = {"g": g, "beta": half.float().sigmoid()}
     else:
         (q, k, v), g, S = tensors("vector")
-        wide = gates = {} if "linear" in name else {"gk": g}
+        wide = gates = {} if "linear" in name else {"g" if name == "chunk_gla" else "gk": g}
     q, k, S = (q.exp(), k.exp(), (S.half(), S[..., 0].abs().half()[:, None])) if "linear" in name else (q, k, S.half())
     fn, v = getattr(fla, name), v.half()
     o, after = fn(q, k, v, **gates, initial_state=S, output_final_state=True)
     S = tuple(x.float() for x in S) if isinstance(S, tuple) else S.float()
     right = fn(q, k, v.float(), **wide, initial_state=S, output_final_state=True)
-    assert o.dtype == (torch.float16 if name in GATED else torch.float32)
+    assert o.dtype == (v if name in OF_V else q).dtype
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(quantities((o, after)), quantities(right), strict=True))
 
 
@@ -334,6 +337,7 @@ def test_keys_wider_than_our_kernels_take_go_in_parts():
 def test_states_inside_a_text_are_those_of_shorter_texts(packed):
     (q, k, v), g, S = tensors("vector", T=70, N=3 if packed else 2)
     beta, ends = g[..., 0].exp(), [0, 3, 3, 70] if packed else [0, 70]  # an empty text
+    v = v.half()  # states have k's dtype, as in fla 0.6.0
     cu = {"cu_seqlens": torch.tensor(ends)} if packed else {}
     options = {"initial_state": S.mT, "output_final_state": True, "state_v_first": True} | cu
     o, after, states = fla.chunk_kda(q, k, v, g, beta, return_intermediate_states=True, **options)

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import time
+import weakref
 from unittest import mock
 
 import played_gluon
@@ -441,6 +442,18 @@ def test_a_refusal_that_nobody_read_is_over(pool):
     x, _ = problem("gla")
     answers = pool.tell(pool.group("refusal", 2), refused_and_repeated, x)
     assert all(well for well, _ in answers), answers
+
+
+def destroyed(rank, group):
+    own = dist.new_group([rank], use_local_synchronization=True)
+    here = weakref.ref(own), weakref.ref(Ranks.of(own))
+    dist.destroy_process_group(own)
+    del own
+    return [x() for x in here]
+
+
+def test_a_destroyed_group_is_let_go(pool):
+    assert pool.ask(1, destroyed) == [[None, None]]
 
 
 def test_a_gpu_waits_in_vain(capfd):

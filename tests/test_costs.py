@@ -6,13 +6,13 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from cases import meta_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gla_ref import FORMS
 from gla_ref.book.costs import FORMS as COUNTED
 from gla_ref.book.costs import cost
-from gla_ref.mechanisms import MECHANISMS
 
 CASES = [(mechanism, form) for mechanism, forms in COUNTED.items() for form in forms]
 # B, T, H, K, V, C, c
@@ -51,13 +51,10 @@ class ElementwiseCounter(TorchDispatchMode):
 
 def prepare(mechanism, form, B, T, H, K, V, C, c):
     """The form, its tensors and its options."""
-    q, k, v = torch.randn(B, T, H, K), torch.randn(B, T, H, K), torch.randn(B, T, H, V)
-    sizes = {"B": B, "T": T, "H": H, "HV": H, "K": K, "V": V}
-    more = [x for x in MECHANISMS[mechanism].arguments if x.role in ("gate", "strength") and not x.optional]
     options = {"flash": {"block_q": C, "block_k": C}, "chunkwise": {"C": C}, "chunkwise_two_level": {"C": C, "c": c}}
     options["chunkwise_substitution"] = {"C": C}
-    rows = {x.name: torch.rand([sizes[axis] for axis in x.axes.split()]) for x in more}
-    tensors = [q, k, v, *(-x if name == "g" else x for name, x in rows.items())]
+    drawn = {name: torch.rand(x.shape) for name, x in meta_tokens(mechanism, T, B, H, K, V).items()}
+    tensors = [-x if name == "g" else x for name, x in drawn.items()]
     return FORMS[mechanism][form], tensors, options.get(form, {})
 
 

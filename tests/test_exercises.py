@@ -248,6 +248,7 @@ def test_right_answers_of_another_kind(label, answer):
         ("ex-softmax-cache", lambda q, k, v, *_: v, "The first difference is at token 1, o[0, 0]"),
         ("ex-softmax-cache", lambda q, k, v, *_: q @ v, "It stopped with RuntimeError"),
         ("ex-softmax-cache", lambda q, k, v, *_: torch.einsum("tk,tk->", q, v), "of <lambda>)."),  # not of einsum
+        ("ex-softmax-cache", len, "The judge stopped with TypeError"),  # no line of the reader's
         ("ex-online-divide", lambda m, new, x: (m - new).exp(), "Expected 2 result(s), a, b; got 1"),
         ("ex-linear-capacity", {}, "Expected a number, got dict"),
         ("ex-linear-taylor", lambda x: None, "returns nothing yet"),

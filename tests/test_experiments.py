@@ -10,7 +10,7 @@ from experiment_runs import tiny
 
 from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, decoding, language, mqar
-from gla_ref.experiments._driver import carry_out_all, is_done
+from gla_ref.experiments._driver import carry_out_all, record_of
 from gla_ref.experiments.runs import Training
 from gla_ref.models import LanguageModel
 
@@ -47,9 +47,9 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
     again = carry_out_all(runs, place, file, progress=lambda name: pytest.fail(f"{name} was done"))
     assert sorted(again.done) == sorted(outcome.done) and file.read_text() == before
     other = replace(runs[0], settings=replace(runs[0].settings, tokens=2 * runs[0].settings.tokens))
-    assert not is_done(other, tuple(records.values())), "other settings, another run"
+    assert not record_of(other, tuple(records.values())), "other settings, another run"
     newer = replace(runs[0], about={**runs[0].about, "a later field": None})
-    assert is_done(newer, tuple(records.values())), "a record from before a field that this run does not use"
+    assert record_of(newer, tuple(records.values())), "a record from before a field that this run does not use"
 
 
 def test_the_command(place, tmp_path, capfd):

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, _driver, language, mqar, texts
-from gla_ref.experiments._driver import carry_out_all, do, is_done
+from gla_ref.experiments._driver import carry_out_all, do, record_of
 
 
 def numbers(record: dict) -> dict:
@@ -112,7 +112,9 @@ def test_a_program_side_by_side_does_what_this_one_leaves(place, tmp_path, monke
     from gla_ref.experiments.__main__ import main
 
     def only_look(run, place, file):
-        return next((r for r in results.read(file, "language") if is_done(run, (r,))), Timeout("elsewhere"))
+        if record := record_of(run, results.read(file, "language")):
+            return record
+        raise Timeout("elsewhere")
 
     monkeypatch.setattr(_driver, "do", only_look)
     where = ["--records", str(tmp_path / "r.json"), "--folder", str(place.folder), "--texts", str(place.texts)]

@@ -27,16 +27,8 @@ import gla_package
 import gla_reads
 
 SITE = "_build/html"
-SOURCES = (
-    "_config.yml",
-    "_toc.yml",
-    "requirements.txt",
-    "book",
-    "notebooks",
-    "benchmarks",
-    "tools/make_notebooks.py",
-    *gla_package.PARTS,
-)
+SOURCES = "_config.yml", "_toc.yml", "requirements.txt", "book", "notebooks", "benchmarks", "tools/make_notebooks.py"
+SOURCES += gla_package.PARTS
 
 
 def state(root: Path, *made: str) -> str:

@@ -5,6 +5,7 @@ Errors count as failed. Tests that were skipped, or that failed as expected, cou
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -12,18 +13,16 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 SUMMARY = re.compile(r"(?:=+ )?((?:\d+ [a-z]+, )*\d+ [a-z]+) in [\d.]+s(?: \([^()]*\))?(?: =+)?")
 
 
-def totals(log: str) -> str:
-    """The sum of all summary lines of pytest."""
-    counts = {"passed": 0, "failed": 0}
+def totals(log: str) -> tuple[int, int]:
+    """Tests that passed and that failed, by all summary lines of pytest."""
+    counts = Counter()
     for line in COLOUR.sub("", log).splitlines():
         if found := SUMMARY.fullmatch(line.strip()):
             for count in found[1].split(", "):
                 number, word = count.split()
-                word = "failed" if word in ("error", "errors") else word
-                if word in counts:
-                    counts[word] += int(number)
-    return f"{counts['passed']} passed, {counts['failed']} failed"
+                counts[word.removesuffix("s")] += int(number)
+    return counts["passed"], counts["failed"] + counts["error"]
 
 
 if __name__ == "__main__":
-    print(totals(Path(sys.argv[1]).read_text(errors="replace")))
+    print("{} passed, {} failed".format(*totals(Path(sys.argv[1]).read_text(errors="replace"))))

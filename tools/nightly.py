@@ -1,4 +1,4 @@
-"""Run what takes too long for the gate, part by part, and record each: python tools/nightly.py [PART ...] [--again]
+"""Run what takes too long for the gate, part by part, and record each: .venv/bin/python tools/nightly.py [PART ...]
 
 A part is a `make` target. Its record has the counts of its tests, its seconds, what failed, and a hash of the files
 that it reads. A part whose last run was right and whose files have not changed since is not run again. `--due` lists
@@ -103,7 +103,7 @@ def run(name: str) -> dict:
             print(line, end="", flush=True)
             lines.append(line)
     log = "".join(lines)
-    passed, failed = map(int, re.findall(r"\d+", count_tests.totals(log)))
+    passed, failed = count_tests.totals(log)
     return {
         "part": name,
         "right": process.returncode == 0,
@@ -155,11 +155,9 @@ def status() -> str:
             measured += r["measured"].items()
         else:
             rows.append([f"`{name}`", part.what, "not run yet", "–", "–", "–", "–"])
-    text = (
-        f"# Status\n\nWritten by `tools/nightly.py` from `{RECORD.relative_to(ROOT)}`. `make nightly` runs the parts "
-    )
-    text += "whose files have changed since their last right run; `python tools/nightly.py --due` lists them. The gate "
-    text += "(`.ci/run`) runs on every change and is not listed.\n\n"
+    text = f"# Status\n\nWritten by `tools/nightly.py` from `{RECORD.relative_to(ROOT)}`. `make nightly` runs the "
+    text += "parts whose files have changed since their last right run; `.venv/bin/python tools/nightly.py --due` "
+    text += "lists them. The gate (`.ci/run`) runs on every change and is not listed.\n\n"
     head = ["part", "what", "result", "tests", "seconds", "commit", "date"]
     text += tabulate(rows, head, tablefmt="github") + "\n"
     if measured:

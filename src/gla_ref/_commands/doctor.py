@@ -17,7 +17,7 @@ from ..mechanisms import MECHANISMS
 
 # what is planned: (mechanism, sizes), a training step and a long sequence
 CALLS = [
-    *((name, {"B": 2, "T": 2048, "H": 8, "K": 128, "V": 128}) for name, forms in FORMS.items() if "triton" in forms),
+    *((name, {"B": 2, "T": 2048, "H": 8, "K": 128, "V": 128}) for name in FORMS),
     ("gla", {"B": 1, "T": 32768, "H": 4, "K": 64, "V": 64}),
 ]
 # what is launched: more than one chunk and a rest, and small enough for the recurrence in float64
@@ -61,11 +61,8 @@ def planned(device: str, dtype: torch.dtype) -> list[list]:
     """A row for each of CALLS: what would run here."""
     rows, hardware = [], hardware_of(torch.device(device))
     for mechanism, sizes in CALLS:
-        required = [x for x in MECHANISMS[mechanism].arguments if not x.optional]
-        tensors = [
-            torch.empty([(sizes | {"HV": sizes["H"]})[a] for a in x.axes.split()], dtype=dtype, device="meta")
-            for x in required
-        ]
+        axes, size_of = [x.axes for x in MECHANISMS[mechanism].arguments if not x.optional], {"HV": sizes["H"]} | sizes
+        tensors = [torch.empty([size_of[a] for a in x.split()], dtype=dtype, device="meta") for x in axes]
         row = [mechanism, ", ".join(f"{n} = {size}" for n, size in sizes.items())]
         for direction in ("forward", "backward"):
             chosen = plan(mechanism, *tensors, direction=direction, hardware=hardware)

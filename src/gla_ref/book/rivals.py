@@ -3,7 +3,7 @@
 from statistics import quantiles
 from typing import NamedTuple
 
-__all__ = ["KINDS", "LOOPS", "TIE", "Case", "cases", "unsteady"]
+__all__ = ["KINDS", "LOOPS", "TIE", "Case", "cases", "overlap", "unsteady"]
 
 #: times that differ by less, as a share of the library's, are level
 TIE = 0.03
@@ -44,6 +44,12 @@ def unsteady(record: dict) -> bool:
     """Whether the middle half of a record's samples spreads over more than a tenth of their median."""
     low, middle, high = quantiles(record["samples_ms"], n=4)
     return high - low > 0.1 * middle
+
+
+def overlap(one: dict, other: dict) -> bool:
+    """Whether the middle halves of two records' samples overlap."""
+    (low, _, high), (least, _, most) = (quantiles(r["samples_ms"], n=4) for r in (one, other))
+    return low <= most and least <= high
 
 
 def cases(data: dict) -> list[Case]:

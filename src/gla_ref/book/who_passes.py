@@ -5,6 +5,7 @@ was not run.
 """
 
 import re
+from functools import cache
 from html import escape
 from typing import NamedTuple
 
@@ -15,21 +16,24 @@ __all__ = ["WRONG", "Row", "claimed", "claims", "details", "family", "matrix", "
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # a direction's verdicts, the worst first
-VERDICTS = "breaks", "NaN", "wrong", "refuses", "right", "no gradient", "undecided"
-WRONG = VERDICTS[:3]
+VERDICTS = "breaks", "NaN", "wrong", "off", "refuses", "right", "no gradient", "undecided"
+WRONG = VERDICTS[:4]
+NEAR = 10  # budgets: below it, and on inputs made against kernels, a wrong number is only "off"
+PLAIN = "zero", "-1e-4", "logsigmoid/16", "-0.2", "-1"  # gates as a model's may be
 BREAKS = {"breaks", "hangs"}  # kinds of failures after which the process is lost
 REFUSES = {"raises", "none", "type", "shape", "dtype", "device"}  # without a number to judge
 REASONS = {  # what a function refuses, by a part of its message
     "No available kernel": "a single query token",
     "shared memory": "wide heads",
-    "Backward pass": "any gradient",
-    "scale must be positive": "a scale of 0 or less",
+    "Backward pass": "any gradient, as the message says",
+    "scale must be positive": "a scale of 0 or less, as an assertion says",
     "no kernel found": "tensors whose rows are apart in memory",
     "not correctly aligned": "tensors at addresses off 16 bytes",
     "'NoneType' object": "gradients where the state needs none",
 }
 FAMILIES = {"torch": "PyTorch's attention", "transformers": "references", "fla.naive": "references"}
 FAMILIES |= {"fla.delta_rule": "references", "fla": "fla's kernels"}
+IMPORTS = "from gla_ref import check\nfrom gla_ref.compat import libraries\n"
 QUANTITY = re.compile(r"o|S|d\w+|[kv]_cache")  # what may be missing of a case that was judged
 
 
@@ -76,8 +80,18 @@ class Row(NamedTuple):
         found = {}
         for f in self.failures:
             if _direction(f) == direction:
-                found[f["case"]] = _worst(_verdict(f), found.get(f["case"], "right"))
+                found[f["case"]] = _worst(self.judge(f), found.get(f["case"], "right"))
         return found
+
+    def made(self, case: str) -> bool:
+        """Whether a case has inputs made against kernels: strong or mixed gates, a loud passage, no positive scale."""
+        c = _cases(FUNCTIONS[self.function].mechanism).get(case)
+        return c is not None and bool(c.loud or c.gate not in PLAIN or (c.scale is not None and c.scale <= 0))
+
+    def judge(self, failure: dict) -> str:
+        """The verdict of a failure."""
+        verdict = _verdict(failure)
+        return "off" if verdict == "wrong" and (_budgets(failure) < NEAR or self.made(failure["case"])) else verdict
 
     def verdict(self, direction: str) -> str:
         """The worst verdict in a direction; an unfinished check is undecided, unless a case is in `WRONG` already."""
@@ -86,7 +100,7 @@ class Row(NamedTuple):
             return "undecided"
         if direction == "backward" and worst == "right":
             lacking = self.record["not_covered"].get("dq", 0) + self.left >= self.record["cases"]
-            return "refuses" if self.whole else "no gradient" if lacking else worst
+            return "no gradient" if self.whole or lacking else worst
         return worst
 
     @property
@@ -99,6 +113,14 @@ class Row(NamedTuple):
         if found and self.finished and not self.record["worst"]:  # neither outputs nor gradients were ever given
             found = {f"all tokens in {DTYPES[self.dtype]}": set().union(*found.values())}
         return found
+
+
+@cache
+def _cases(mechanism: str) -> dict:
+    """The kit's cases for a mechanism, by name."""
+    from ..check import cases  # imported here, because the kit imports much
+
+    return {c.name: c for c in cases(mechanism)}
 
 
 def _worst(*verdicts: str) -> str:
@@ -154,8 +176,10 @@ def rows() -> list[Row]:
 
 
 def claimed(name: str, dtype: str) -> bool:
-    """Return whether the library claims tokens of a dtype for a function."""
+    """Return whether the library claims tokens of a dtype for a function; PyTorch sends cuDNN 16 bits only."""
     supports = FUNCTIONS[name].supports
+    if (name, dtype) == ("torch.sdpa_cudnn", "fp32"):
+        return False
     return callable(supports) or dtype in supports.get("dtypes", (dtype,))
 
 
@@ -171,7 +195,7 @@ def verdicts(rows: list[Row], *directions: str) -> dict[str, list[Row]]:
 
 
 def matrix(rows: list[Row]) -> str:
-    """Return, as HTML, a line for each function: by dtype and direction how it fails, and in how many cases."""
+    """Return, as HTML, a line for each function: by dtype and direction how badly it fails."""
     sides, lines, by = [(d, way) for d in DTYPES for way in ("forward", "backward")], [], {}
     for row in rows:
         by.setdefault(family(row), {}).setdefault(row.function, {})[row.dtype] = row
@@ -180,25 +204,33 @@ def matrix(rows: list[Row]) -> str:
         for function, own in functions.items():
             name = re.sub(r"([._])", r"\1<wbr>", escape(function))  # a phone may break it
             cells = "".join(f"<td>{_cell(own.get(d), way)}</td>" for d, way in sides)
-            lines.append(f'<tr><th style="min-width: 8rem">{name}</th>{cells}</tr>')
-    return _table(("function", *(f"{DTYPES[d]} {way}" for d, way in sides)), lines)
+            lines.append(f'<tr><th style="min-width: 7rem">{name}</th>{cells}</tr>')
+    return _table(("function", *(f"{d} {way}" for d, way in sides)), lines)
 
 
 def _cell(row: Row | None, direction: str) -> str:
     """A direction's verdict in a few characters; what is wrong leads to its place in :func:`details`."""
     if row is None:
         return "·"
-    verdict, failing = row.verdict(direction), [*row.worst(direction).values()]
-    counts = [f"{v} {failing.count(v)}/{row.record['cases']}" for v in VERDICTS if v in failing]
-    if finite := [x for f in row.failures if _direction(f) == direction and (x := _budgets(f)) < float("inf")]:
-        counts = [f"{said}, {max(finite):.0f}×" if said.startswith("wrong") else said for said in counts]
-    sign = {"right": "✓", "no gradient": "–", "undecided": "…"}.get(verdict)
-    said = sign or "<br>".join(counts).replace("breaks", "<b>breaks</b>") or verdict
-    said += " CPU" * (row.gpu == "CPU")
+    verdict = row.verdict(direction)
     if verdict in WRONG:
-        return f'<a class="wrong" style="color: inherit" href="#{_place(row)}">{said}</a>'
-    kind = {"right": "right", "refuses": "refused"}.get(verdict, "")
+        found = [f for f in row.failures if _direction(f) == direction and _verdict(f) != "refuses"]
+        plain, made = (_extent([f for f in found if row.made(f["case"]) == flag]) for flag in (False, True))
+        said = (plain or "✓") + f" ({made})" * (made not in ("", plain)) + " …" * (not row.finished)
+    else:
+        said = {"right": "✓", "no gradient": "–", "undecided": "…"}.get(verdict, verdict)
+    said += " CPU" * (row.gpu == "CPU")
+    kind = {"right": "right", "refuses": "refused", "off": "refused"}.get(verdict, "wrong" * (verdict in WRONG))
+    if verdict in WRONG:
+        return f'<a class="{kind}" style="color: inherit" href="#{_place(row)}">{said}</a>'
     return f'<span class="{kind}" title="{verdict}; cases: {escape(row.state)}">{said}</span>'
+
+
+def _extent(failures: list[dict]) -> str:
+    """How bad the worst of these failures is: a broken process, NaN, or the error in budgets."""
+    worst = _worst("right", *map(_verdict, failures))
+    error = max(map(_budgets, failures), default=0)
+    return {"right": "", "wrong": f"{error:.{int(error < NEAR)}f}×"}.get(worst, worst)
 
 
 def _place(row: Row) -> str:
@@ -206,22 +238,24 @@ def _place(row: Row) -> str:
 
 
 def runs(rows: list[Row]) -> str:
-    """Return, folded, a line for each check: its GPU, cases, seconds, Triton and commit."""
+    """Return, folded, a line for each check: its GPU, cases, Triton and commit."""
     lines = []
     for row in rows:
         r, name = row.record or {}, row.name + " forward" * bool(row.whole)
         where = name, row.gpu.removeprefix("NVIDIA "), row.state, row.left or ""
-        lines.append(_line(*where, f"{r['seconds']:.0f}" if r else "", r.get("triton", ""), r.get("commit", "")[:7]))
-    table = _table(("check", "on", "cases", "left out", "seconds", "Triton", "commit"), lines)
+        lines.append(_line(*where, r.get("triton", ""), r.get("commit", "")[:7]))
+    table = _table(("check", "on", "cases", "left out", "Triton", "commit"), lines)
     table = table.replace("<table", '<table style="white-space: nowrap"', 1)
-    return f"<details><summary>What was run, and for how long</summary>{table}</details>"
+    return f"<details><summary>What was run</summary>{table}</details>"
 
 
 def claims() -> str:
     """Return, folded, the functions by claim and by the claim's place."""
     by = {}
     for name, it in FUNCTIONS.items():
-        by.setdefault((it.claim, it.source), []).append(name)
+        # which gates there are at most is the kit's choice
+        claim = re.sub("(, )?gates down to -1000", "", it.claim).removeprefix(", ") or "everything"
+        by.setdefault((claim, it.source), []).append(name)
     lines = [_line(claim, ", ".join(names), source) for (claim, source), names in by.items()]
     table = _table(("claims", "functions", "according to"), lines)
     return f"<details><summary>The claims of {len(FUNCTIONS)} functions</summary>{table}</details>"
@@ -266,29 +300,29 @@ def _lines(row: Row) -> str:
     return "\n\n".join(lines + breaks[:1])
 
 
-def _input(lines: str) -> str:
-    """The input of such lines: sizes, gates and scale of a shrunken case, or the name of one of the kit's own."""
-    x = dict(re.findall(r"(\w+)=['\"]?([^'\",)]+)", lines.split("\n\n")[0]))
-    if "T" not in x:
-        return f"the kit's “{x['only']}”"
-    x["gates"] = x.get("gate", "zero").replace("zero", "")
-    return ", ".join(f"{n} {x[n]}" for n in ("T", "K", "V", "gates", "scale") if x.get(n))
-
-
 def details(rows: list[Row]) -> str:
     """Return a fold for each check with wrong numbers or a broken process: what is off, and lines that show it."""
-    parts = []
+    parts = [f"<pre>import torch\n{IMPORTS}</pre>"]
     for row in rows:
         found = [f for f in row.failures if _verdict(f) != "refuses"]
-        said, lines = [], _lines(row) if found else ""
+        said, lines = [], _lines(row).replace("import torch\n", "").replace(IMPORTS, "") if found else ""
         for verdict in WRONG:
-            if own := [f for f in found if _verdict(f) == verdict]:
+            if own := [f for f in found if row.judge(f) == verdict]:
                 what = ", ".join(dict.fromkeys(f["quantity"] for f in own if f["quantity"] != "call"))
                 by = f", by up to {worst:.1f} budgets" if (worst := max(map(_budgets, own))) < float("inf") else ""
-                where = ", ".join(dict.fromkeys(f["case"] for f in own))
+                where = ", ".join(dict.fromkeys(_told(row, f["case"]) for f in own))
                 said.append(f"<li>{verdict}{f' in {what}' * bool(what)}{by}: {escape(where)}</li>")
         if found:
-            summary = f"<b>{escape(row.name)}</b>; smallest input: {escape(_input(lines))}"
-            parts.append(f'<details id="{_place(row)}"><summary>{summary}</summary>')
-            parts.append(f"<ul>{''.join(said)}</ul><pre>{escape(lines)}</pre></details>")
+            parts.append(f"<details><summary><b>{escape(row.name)}</b></summary>")
+            # a link to something inside a fold opens it
+            of = f"{len({f['case'] for f in found})} of {row.record['cases']} cases"
+            parts.append(f'<ul id="{_place(row)}">{"".join(said)}</ul>{of}<pre>{escape(lines)}</pre></details>')
     return "".join(parts)
+
+
+def _told(row: Row, case: str) -> str:
+    """A case's name, with its scale and its layout in memory."""
+    c = _cases(FUNCTIONS[row.function].mechanism).get(case)
+    scale = f"scale {c.scale:g}" if c and c.scale is not None else ""
+    said = ", ".join(filter(None, (scale, c.strides if c and c.strides not in ("contiguous", case) else "")))
+    return f"{case} ({said})" if said else case

@@ -129,10 +129,12 @@ def _state_v_first(state_v_first: bool, transpose_state_layout=None, chunk_size=
     return transpose_state_layout
 
 
-def _ours(mechanism, tokens, scale, initial_state, output_final_state, cu_seqlens, state_v_first=False, **options):
+def _ours(
+    mechanism, tokens, scale, initial_state, output_final_state, cu_seqlens, state_v_first=False, o_dtype=None, **more
+):
     """Call our kernel by fla's conventions: transpose states `[N, H, V, K]`, and return no state unless asked to.
 
-    States of 16 bits, and q, k and v of different dtypes, are widened; o has the dtype that it has in fla.
+    States of 16 bits, and q, k and v of different dtypes, are widened; o has `o_dtype`, by default q's, as in fla.
     """
     states = initial_state if isinstance(initial_state, tuple) else (initial_state,)
     states = [x.float() if isinstance(x, Tensor) and x.dtype.itemsize == 2 else x for x in states]
@@ -141,13 +143,13 @@ def _ours(mechanism, tokens, scale, initial_state, output_final_state, cu_seqlen
     initial_state = tuple(states) if isinstance(initial_state, tuple) else states[0]
     q, k, v, *rest = tokens
     wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    options |= {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    options = {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens} | more
     form = FORMS[mechanism]["triton"]
     if q.shape[-1] > WIDEST and mechanism in APART and not options.get("normalize"):
         o, S = _in_parts(form, q, k, v, *rest, **options)
     else:
         o, S = form(q.to(wide), k.to(wide), v.to(wide), *rest, **options)
-    o = o.to(v.dtype if mechanism in ("gated_delta_rule", "kda") else q.dtype)
+    o = o.to(o_dtype or q.dtype)
     if not output_final_state:
         return o, None
     return o, S.mT.contiguous() if state_v_first else S
@@ -203,7 +205,8 @@ def chunk_gla(
         TypeError, ValueError: an argument does not fit, or our kernels do not support its value.
     """
     _check_copy(cu_seqlens, cu_seqlens_cpu)
-    return _ours("gla", (q, k, v, g), scale, initial_state, output_final_state, cu_seqlens, state_v_first)
+    rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    return _ours("gla", (q, k, v, g), *rest, o_dtype=v.dtype)
 
 
 def fused_recurrent_gla(
@@ -301,12 +304,13 @@ def _normalised(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-def _delta(mechanism, q, k, v, g, beta, normalise, *rest):
+def _delta(mechanism, q, k, v, g, beta, normalise, *rest, o_dtype=None):
     """Call our kernel of a mechanism of the delta family, with g None for the delta rule."""
     if normalise:
         q, k = _normalised(q), _normalised(k)
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
-    return _ours(mechanism, (q, k, v, beta) if mechanism == "delta_rule" else (q, k, v, g, beta), *rest)
+    tokens = (q, k, v, beta) if mechanism == "delta_rule" else (q, k, v, g, beta)
+    return _ours(mechanism, tokens, *rest, o_dtype=o_dtype)
 
 
 def _strength(beta: Tensor | None, sigmoid: bool, negative: bool) -> Tensor | None:
@@ -409,7 +413,7 @@ def fused_recurrent_gated_delta_rule(
         g = gk if g is None else g[..., None] + gk
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
-    return _delta(mechanism, q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
+    return _delta(mechanism, q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest, o_dtype=v.dtype)
 
 
 def chunk_kda(
@@ -430,7 +434,7 @@ def chunk_kda(
         safe_gate: a hint, as `disable_recompute` is: our kernels look at the gates and are right for all.
         lower_bound: of gates from logits, which then need no `A_log`; without logits a hint.
         return_intermediate_states: return a third result, the states before each chunk of `chunk_size` tokens (by
-            default 64) in q's dtype, `[B, chunks, HV, K, V]`, of packed sequences one after the other. The kernel then
+            default 64) in k's dtype, `[B, chunks, HV, K, V]`, of packed sequences one after the other. The kernel then
             runs chunk by chunk; cu_seqlens are read, which waits for the GPU.
         use_graph: refused, as `max_num_seqs` is.
     """
@@ -464,7 +468,7 @@ def _chunk_by_chunk(C, tokens, normalise, scale, S, output_final_state, cu_seqle
             o_n, S_n = _delta("kda", *chunk, normalise, scale, S_n, True, None, state_v_first)
             o.append(o_n)
         last.append(S_n)
-    return torch.cat(o, 1), torch.cat(last) if output_final_state else None, torch.stack(before, 1).to(o_n.dtype)
+    return torch.cat(o, 1), torch.cat(last) if output_final_state else None, torch.stack(before, 1).to(tokens[1])
 
 
 def fused_recurrent_kda(
@@ -477,4 +481,4 @@ def fused_recurrent_kda(
     g = _log_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     beta = _strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     rest = scale, initial_state, output_final_state, cu_seqlens, state_v_first
-    return _delta("kda", q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest)
+    return _delta("kda", q, k, v, g, beta, use_qk_l2norm_in_kernel, *rest, o_dtype=v.dtype)

@@ -19,7 +19,7 @@ import torch
 
 from .. import results
 from . import EXPERIMENTS, _report, texts
-from ._driver import carry_out_all, is_done
+from ._driver import carry_out_all, record_of
 from .runs import Place
 
 PRESETS = ("live", "tiny")  # settings of an experiment, whose defaults are "full"
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     file = args.records or results.file(f"{gpu} {args.command}")
     results.check_writable(file)
     records = results.read(file, args.command)
-    waiting = [each for each in runs if not is_done(each, records)]
+    waiting = [each for each in runs if not record_of(each, records)]
     print(f"{args.command}: {len(runs)} runs, {len(runs) - len(waiting)} done before, {jobs} side by side; {file}")
     deadline = args.minutes and time.time() + 60 * args.minutes
     place = Place(args.device, args.folder, deadline, args.save_every, args.texts, compile=args.compile)

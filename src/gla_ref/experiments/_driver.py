@@ -28,10 +28,10 @@ class Outcome:
     failed: dict[str, Exception] = field(default_factory=dict)
 
 
-def is_done(run: Run, records: tuple[dict, ...]) -> bool:
-    """Whether there is a record of a run, made with the same settings; a field that is None counts as absent."""
+def record_of(run: Run, records: tuple[dict, ...]) -> dict | None:
+    """The record of a run that is done, made with the same settings; a field that is None counts as absent."""
     wanted = _given(run.fingerprint())
-    return any(r["name"] == run.name and _given(r["run"]) == wanted for r in records)
+    return next((r for r in records if r["name"] == run.name and _given(r["run"]) == wanted), None)
 
 
 def _given(x):
@@ -39,28 +39,24 @@ def _given(x):
     return {name: _given(y) for name, y in x.items() if y is not None} if isinstance(x, dict) else x
 
 
-def do(run: Run, place: Place, file: Path) -> dict | Exception | None:
-    """Carry one run out and keep its record, unless another process carries it out.
+def do(run: Run, place: Place, file: Path) -> dict | None:
+    """Carry one run out, keep its record and return it, or None if there was no time.
 
-    Returns:
-        its record, None if there was no time, or the exception that ended it; Timeout: another process carries it out.
+    Raises:
+        Timeout: another process carries it out.
     """
     from . import EXPERIMENTS
 
     if place.is_late():
         return None
-    try:
-        lock = run.file(place.folder, ".lock")
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock).acquire(timeout=0):
-            records = results.read(file, run.experiment)
-            for record in records:
-                if is_done(run, (record,)):  # by another process, since this one looked
-                    return record
-            result = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
-            return None if result is None else keep(run, result, file, place)
-    except Exception as reason:  # one failure should not cost the other runs their results
-        return reason
+    lock = run.file(place.folder, ".lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(lock).acquire(timeout=0):
+        records = results.read(file, run.experiment)
+        if record := record_of(run, records):  # by another process, since this one looked
+            return record
+        result = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
+        return None if result is None else keep(run, result, file, place)
 
 
 def keep(run: Run, found: dict, file: Path, place: Place) -> dict:
@@ -105,7 +101,7 @@ def further_trials(runs: list[Run], file: Path) -> list[Run]:
         records = results.read(file, run.experiment)
         every = EXPERIMENTS[run.experiment].runs(run.settings, 1)
         trials = [x for x in every if x.about["stage"] == "rate" and x.about["group"] == group]
-        if all(is_done(trial, records) for trial in trials):
+        if all(record_of(trial, records) for trial in trials):
             more.append(further(trials[0], records))
     return [trial for trial in more if trial is not None]
 
@@ -130,23 +126,30 @@ def carry_out_all(runs: list[Run], place: Place, file: Path, progress: Callable 
     with interruptible() as interrupt:
         place = replace(place, interrupt=interrupt)
         own_rate = [run for run in runs if run.training is None or run.training.learning_rate is not None]
-        stages = [own_rate, *[None] * MORE, [run for run in runs if run not in own_rate]]
-        for stage in stages:
-            stage = further_trials(runs, file) if stage is None else stage
-            records = results.read(file, stage[0].experiment) if stage else ()
-            outcome.done += [run.name for run in stage if is_done(run, records)]
-            waiting = deque(run for run in stage if not is_done(run, records))
-            while waiting:
-                run = waiting.popleft()
-                result = do(run, place, file)
-                if isinstance(result, Timeout) and not place.is_late():
-                    waiting.append(run)
-                    time.sleep(0.2)
-                elif result is None or isinstance(result, Timeout):
-                    outcome.left.append(run.name)
-                elif isinstance(result, Exception):
-                    outcome.failed[run.name] = result
-                else:
-                    outcome.done.append(run.name)
-                    progress(run.name)
+        _carry_out(own_rate, place, file, progress, outcome)
+        for _ in range(MORE):
+            _carry_out(further_trials(runs, file), place, file, progress, outcome)
+        _carry_out([run for run in runs if run not in own_rate], place, file, progress, outcome)
     return outcome
+
+
+def _carry_out(runs: list[Run], place: Place, file: Path, progress: Callable, outcome: Outcome) -> None:
+    """Carry out those of the runs that are not done, and add all of them to the outcome."""
+    records = results.read(file, runs[0].experiment) if runs else ()
+    outcome.done += [run.name for run in runs if record_of(run, records)]
+    waiting = deque(run for run in runs if not record_of(run, records))
+    while waiting:
+        run = waiting.popleft()
+        try:
+            record = do(run, place, file)
+        except Timeout:
+            waiting.append(run)
+            time.sleep(0.2)
+        except Exception as reason:  # one failure should not cost the other runs their results
+            outcome.failed[run.name] = reason
+        else:
+            if record is None:
+                outcome.left.append(run.name)
+            else:
+                outcome.done.append(run.name)
+                progress(run.name)

@@ -1,1 +1,1 @@
-"""Closed forms of the gradients, as the kernels compute them (chapters 15 and 20)."""
+"""Closed forms of the gradients of GLA (chapter 15) and of both delta rules (chapter 20), without KDA."""

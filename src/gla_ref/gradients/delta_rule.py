@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import triangular
 from .._contract import run
@@ -28,6 +27,7 @@ from ..chunks import by_chunk
 from ..delta_rule import for_value_heads
 from ..gates import decay_from_start, decay_to_end, segment_sum
 from ..mechanisms import MECHANISMS, Argument
+from .gla import gate_gradient
 
 __all__ = ["Gradients", "backward"]
 
@@ -91,8 +91,8 @@ def backward(
             S = chunk.end
         for chunk, do_n in reversed(kept):
             *grads, dS = chunk.backward(do_n, dS)
-            out.insert(0, grads)
-        parts = (rearrange(torch.cat(xs, -2), "b h t d -> b t h d") for xs in zip(*out, strict=True))
+            out.append(grads)
+        parts = (rearrange(torch.cat(xs, -2), "b h t d -> b t h d") for xs in zip(*reversed(out), strict=True))
         dq, dk, dv, dg, dbeta = parts
         dq, dk = (rearrange(x, "b t (h n) k -> b t h n k", h=q.shape[2]).sum(3) for x in (scale * dq, dk))
         return (dq, dk, dv, None if g is None else dg[..., 0], dbeta[..., 0]), (dS,)
@@ -134,11 +134,8 @@ class Chunk:
         pairs = (dP * self.P).tril(-1) + dA * self.A
         rows = pairs.sum(-1, keepdim=True) - pairs.sum(-2)[..., None]
         reads = (q * dq_S + k * dk_S).sum(-1, keepdim=True)
-        from_t = (rows + reads).flip(-2).cumsum(-2).flip(-2)
-        before_t = F.pad((k * dk_end).sum(-1, keepdim=True)[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)
-        decay = since[..., -1:, :]
-        dg = from_t + before_t + (decay * S * dS_end).sum((-2, -1), keepdim=True)
-        dg = torch.where(self.g == -torch.inf, 0, dg)
+        writes, decay = (k * dk_end).sum(-1, keepdim=True), since[..., -1:, :]
+        dg = gate_gradient(rows, reads, writes, (decay * S * dS_end).sum((-2, -1))[..., None], self.g)
 
         dS = decay * dS_end + (since * q).mT @ do - (since * k).mT @ d_missing
         return dq, dk, d_missing, dg, dbeta, dS

@@ -82,10 +82,10 @@ def backward(
         out = []
         for n in reversed(range(len(chunks))):
             *grads, dS = _chunk_backward(*chunks[n], S[n], dS)
-            out.insert(0, grads)
+            out.append(grads)
         dq, dk, dv, dg, dg_v = (
             None if xs[0] is None else rearrange(torch.cat(xs, -2), "b h t d -> b t h d")
-            for xs in zip(*out, strict=True)
+            for xs in zip(*reversed(out), strict=True)
         )
         return (scale * dq, dk, dv, dg, dg_v), (dS,)
 
@@ -107,14 +107,14 @@ def _chunk_backward(q, k, v, g, do, g_v, S, dS_end):
     dk = (dP.tril(-1)[..., None] * q[..., :, None, :] * E).sum(-3)
     G = gate(g.sum(-2), None if g_v is None else g_v.sum(-2))
     kept = G * S * dS_end  # [B H K V]: state to state
-    dg = _gate_gradient(q * dq - k * dk, q * dq_S, k * dk_S, kept.sum(-1), g)
+    dg = gate_gradient(q * dq - k * dk, q * dq_S, k * dk_S, kept.sum(-1), g)
 
     dv_S = decayed(decayed(k, g, decay_to_end) @ dS_end, g_v, decay_to_end)
     dv = _transposed(P.tril(-1), do, g_v)
     dg_v = None
     if g_v is not None:
         o, o_read = weighted(P.tril(-1), v, g_v), read(q, S, g, g_v)
-        dg_v = _gate_gradient(o * do - v * dv, o_read * do, v * dv_S, kept.sum(-2), g_v)
+        dg_v = gate_gradient(o * do - v * dv, o_read * do, v * dv_S, kept.sum(-2), g_v)
 
     dS = G * dS_end + decayed(q, g, decay_from_start).mT @ decayed(do, g_v, decay_from_start)
     return dq + dq_S + dP_own * k, dk + dk_S + dP_own * q, dv + dv_S + P_own * do, dg, dg_v, dS
@@ -127,7 +127,7 @@ def _transposed(P: Tensor, do: Tensor, g_v: Tensor | None) -> Tensor:
     return (P[..., None] * do[..., :, None, :] * segment_sum(g_v).exp()).sum(-3)
 
 
-def _gate_gradient(pairs: Tensor, reads: Tensor, writes: Tensor, kept: Tensor, g: Tensor) -> Tensor:
+def gate_gradient(pairs: Tensor, reads: Tensor, writes: Tensor, kept: Tensor, g: Tensor) -> Tensor:
     """The four sums of the module's docstring for every t; 0 where g = -inf, which no path crosses."""
     from_t = (pairs + reads).flip(-2).cumsum(-2).flip(-2)
     before_t = F.pad(writes[..., :-1, :], (0, 0, 1, 0)).cumsum(-2)

@@ -21,12 +21,11 @@ OPTIONS = {("gla", "chunkwise"): {"C": 16}, ("kda", "chunkwise"): {"C": 16}}
 def choose(mechanism: str, device: torch.device, dtype: torch.dtype, T: int, gradient: bool) -> str:
     """Return the name of a form: the mechanism's kernel on a GPU, a reference elsewhere.
 
-    In float64, and for a mechanism without a kernel in `FORMS`, a reference runs on a GPU too. A single token has forms
-    of its own; the one-token kernels need a call without gradients.
+    In float64 a reference runs on a GPU too. A single token has forms of its own; the one-token kernels, which not all
+    mechanisms have, need a call without gradients.
     """
-    forms = FORMS[mechanism]
-    if device.type == "cuda" and dtype != torch.float64 and "triton" in forms:
-        return "triton_recurrent" if T == 1 and not gradient and "triton_recurrent" in forms else "triton"
+    if device.type == "cuda" and dtype != torch.float64:
+        return "triton_recurrent" if T == 1 and not gradient and "triton_recurrent" in FORMS[mechanism] else "triton"
     return "recurrent" if T == 1 else REFERENCE.get(mechanism, "chunkwise")
 
 

@@ -170,7 +170,7 @@ class Config:
         """
         if fields.get("model_type", "gla") not in ("gla", "gla_ref"):
             raise ValueError(f"model_type: expected 'gla' or 'gla_ref', got {fields['model_type']!r}")
-        own = {field.name: field.type for field in dataclasses.fields(cls)}
+        own = get_type_hints(cls)
         H, attn = fields.get("num_heads", cls.num_heads), fields.get("attn")
         layers = attn.get("layers") if isinstance(attn, dict) else None
         soft = softmax_of_fla(layers if isinstance(layers, list) else [], H)
@@ -185,7 +185,7 @@ class Config:
         if layers is not None:
             depth = fields.get("num_hidden_layers", cls.num_hidden_layers)
             ours["mixer"] = tuple("softmax" if i in layers else "gla" for i in range(depth))
-        return cls(**{name: x for name, x in ours.items() if x is not None or own[name].endswith("| None")})
+        return cls(**{name: x for name, x in ours.items() if x is not None or NoneType in get_args(own[name])})
 
 
 def softmax_of_fla(layers: list[int], heads: int) -> dict:

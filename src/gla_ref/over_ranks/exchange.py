@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +39,10 @@ class Ranks:
         stage: the context of each stage of a call, "maps" or "exchange"; a program that measures sets its own.
     """
 
-    known: dict[dist.ProcessGroup, Ranks] = {}
+    known: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()  # a destroyed group can be freed
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._group, self.rank, self.size = ref(group), dist.get_rank(group), dist.get_world_size(group)
         self.agreement = Agreement(group)
         self.kinds: dict[tuple, object] = {}
         self.agreed_facts: set[tuple[str, ...]] = set()
@@ -57,9 +58,11 @@ class Ranks:
             group = group.get_group()  # the mesh has one dimension
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: expected a process group that has this rank, or a DeviceMesh, got {group!r}")
-        if group not in Ranks.known:
-            Ranks.known[group] = Ranks(group)
-        return Ranks.known[group]
+        return Ranks.known.get(group) or Ranks.known.setdefault(group, Ranks(group))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group()
 
     @property
     def others(self) -> list[int]:

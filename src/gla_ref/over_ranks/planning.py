@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from .. import FORMS
 from .. import _contract as contract
 from ..mechanisms import MECHANISMS
 from .links import LINKS, Wire, gather_seconds, pipeline_seconds
@@ -84,7 +83,7 @@ def plan(
     segments, why_segments = cut(lengths, shapes[-1], segment, packed, multiprocessors)
     maps = whole * (max(segments) if segment else 1)
     exchange, blocks, why = choose_exchange(link, len(lengths), maps, state, shapes[-1][1], exchange)
-    walk, why_walk = choose_walk(mechanism, dtype, on_gpu=multiprocessors > 0)
+    walk, why_walk = choose_walk(dtype, on_gpu=multiprocessors > 0)
     sent = state + blocks * dtype.itemsize if exchange == "pipeline" else maps + dtype.itemsize  # a tag per message
     why += f"{walk}: {why_walk}", *why_segments
     return Plan(walk, exchange, blocks, segments, not segment, shapes, sent, tuple(why))
@@ -129,11 +128,11 @@ def choose_exchange(
     return exchange, blocks, [times, why]
 
 
-def choose_walk(mechanism: str, dtype: torch.dtype, on_gpu: bool) -> tuple[str, str]:
+def choose_walk(dtype: torch.dtype, on_gpu: bool) -> tuple[str, str]:
     """The form that walks the pieces, and why."""
     if not on_gpu:
         return "chunkwise", "no GPU"
-    if dtype == torch.float64 or "triton" not in FORMS[mechanism]:
+    if dtype == torch.float64:
         return "chunkwise", f"there is no kernel for {dtype}"
     return "triton", "a GPU"
 

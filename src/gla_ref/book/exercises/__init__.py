@@ -95,9 +95,9 @@ def check(label: str, answer: object = ...) -> Verdict:
         return Verdict("open", str(reason))
     except Wrong as reason:
         return Verdict("wrong", str(reason))
-    except Exception as reason:  # the reader's code, or an answer of a kind that cannot be compared
-        frames = traceback.extract_tb(reason.__traceback__)
-        file = getattr(getattr(answer, "__code__", None), "co_filename", None)
-        at = ([f for f in frames if f.filename == file] or frames)[-1]  # the reader's own line
-        return Verdict("wrong", f"It stopped with {type(reason).__name__}: {reason} (line {at.lineno} of {at.name}).")
+    except Exception as reason:
+        what, file = f"{type(reason).__name__}: {reason}", getattr(getattr(answer, "__code__", None), "co_filename", "")
+        if own := [f for f in traceback.extract_tb(reason.__traceback__) if f.filename == file]:  # the reader's code
+            return Verdict("wrong", f"It stopped with {what} (line {own[-1].lineno} of {own[-1].name}).")
+        return Verdict("wrong", f"The judge stopped with {what}. Is the answer of the kind that the exercise asks for?")
     return Verdict("right", "Right.")

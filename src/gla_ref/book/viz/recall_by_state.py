@@ -76,11 +76,12 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
     Args:
         records: records of :mod:`gla_ref.experiments.mqar`, with one number of steps and several sizes of states.
     """
-    found = measured(records)
+    base, width = next((r["baselines"], r["about"]["width"]) for r in records)
+    guess = 0, [base["chance"]]  # before the first step
+    found = {m: {state: [guess, *of] for state, of in mixer.items()} for m, mixer in measured(records).items()}
     sizes = sorted({state for of in found.values() for state in of})
     low, high = math.log(sizes[0] / 1.25), math.log(sizes[-1] * 1.25)
-    base, width = next((r["baselines"], r["about"]["width"]) for r in records)
-    steps = [0] + [step for step, _ in next(iter(next(iter(found.values())).values()))]
+    steps = [step for step, _ in next(iter(next(iter(found.values())).values()))]
     heads = {matrices(r): r["run"]["model"]["num_heads"] for r in records if r["about"]["mixer"] != "softmax"}
 
     small, more = sizes[:2]
@@ -109,7 +110,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         """Names of the mixers, with their scores if asked, right of their dots; a line joins each dot and name."""
         pieces = []
         for state in states:
-            means = {m: fmean(of[state][n - 1][1]) for m, of in found.items() if state in of}
+            means = {m: fmean(of[state][n][1]) for m, of in found.items() if state in of}
             dots = [_y(mean) for mean in means.values()]
             for mixer, dot, y in zip(means, dots, _apart(dots), strict=True):
                 pieces.append(path([(x(state) + 6, dot), (x(state) + 15, y)], "line-grey"))
@@ -122,7 +123,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         pieces = ground([*heads])
         for i, (mixer, of) in enumerate(found.items()):
             if more in of:
-                mean = fmean(of[more][n - 1][1]) if n else base["chance"]
+                mean = fmean(of[more][n][1])
                 kind = "blue" if mixer == "linear" else "grey"
                 dot = circle(x(more), _y(mean), 6 if mixer == "linear" else 4, kind)
                 pieces.append(part(f"{NAMES[mixer]}, {more:,} numbers: {mean:.1%}", dot, choose={0: i}))
@@ -130,7 +131,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         pieces += [text(x(small), _y(share), "?") for share in (0.1, 0.3, 0.5, 0.7, 0.9)]  # no height is the answer's
         pieces.append(text(x(max(heads)), TOP - 14, "choose a mixer"))
         said = ", ".join(
-            f"{NAMES[m]} {fmean(of[more][n - 1][1]):.0%}" if n else f"{NAMES[m]} nothing yet"
+            f"{NAMES[m]} {fmean(of[more][n][1]):.0%}" if n else f"{NAMES[m]} nothing yet"
             for m, of in found.items()
             if more in of
         )
@@ -142,13 +143,10 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         for other in order:
             mine = other == mixer
             if mine and len(found[other]) > 1:  # below its dots, so that a reader can point at a dot
-                means = {
-                    state: fmean(scores[n - 1][1]) if n else base["chance"] for state, scores in found[other].items()
-                }
-                pieces.append(path([(x(state), _y(mean)) for state, mean in means.items()], "line-blue"))
+                points = [(x(state), _y(fmean(scores[n][1]))) for state, scores in found[other].items()]
+                pieces.append(path(points, "line-blue"))
             for state, scores in found[other].items():
-                seeds = scores[n - 1][1] if n else [base["chance"]]
-                mean = fmean(seeds)
+                seeds, mean = scores[n][1], fmean(scores[n][1])
                 at = (x(state), _y(mean))
                 kind = "blue" if mine else "grey"
                 words = f"{NAMES[other]}, {state:,} numbers: {mean:.1%}"
@@ -158,7 +156,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
                 pieces.append(part(words, *shapes, choose={0: list(found).index(other)}))
         pieces += labels(sizes[:2], n) if n else []
         said = ", ".join(
-            f"{state:,}: {fmean(scores[n - 1][1]):.0%}" if n else f"{state:,}: nothing yet"
+            f"{state:,}: {fmean(scores[n][1]):.0%}" if n else f"{state:,}: nothing yet"
             for state, scores in found[mixer].items()
         )
         when = f"{NAMES[mixer]} after {steps[n]} of {steps[-1]} steps"
