@@ -233,8 +233,9 @@ def test_normalised_state_is_a_pair(form):
     q, k, v = inputs("linear_attention", **SIZES)[0]
     S = torch.zeros(1, 2, 3, 4, dtype=q.dtype)
     function = FORMS["linear_attention"][form]
-    with pytest.raises(TypeError, match=r"^initial_state: expected \(S, z\)"):
-        function(q, k, v, normalize=True, initial_state=S)
+    for wrong, came in ((S, "Tensor"), (([0.0], [0.0]), r"\['list', 'list'\]"), ((S,), r"\['Tensor'\]")):
+        with pytest.raises(TypeError, match=rf"^initial_state: expected \(S, z\) .*, got {came}$"):
+            function(q, k, v, normalize=True, initial_state=wrong)
     with pytest.raises(ValueError, match="^initial_state: expected z of shape"):
         function(q, k, v, normalize=True, initial_state=(S, S[..., 0, :]))
 

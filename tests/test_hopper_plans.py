@@ -57,8 +57,9 @@ def names(found):
 @pytest.mark.parametrize("mechanism", FAMILY)
 def test_the_portable_kernels_run_where_they_are_asked_for(mechanism):
     for direction in ("forward", "backward"):
-        found = planned(mechanism, direction=direction, kernel="portable")
-        assert found.name == "portable" and found.why[0] == "the portable kernel: it was asked for"
+        for hardware in ("sm_80", "sm_90"):
+            found = planned(mechanism, direction=direction, kernel="portable", hardware=hardware)
+            assert found.name == "portable" and found.why[0] == "the portable kernel: it was asked for"
 
 
 REFUSED = {  # what is wrong: mechanisms, and the sizes of their calls
@@ -82,6 +83,18 @@ def test_what_they_do_not_take_is_named(mechanism, message):
             forward(mechanism, kernel=kernel, **sizes)
     for found in (forward(mechanism, **sizes), backward(mechanism, **sizes)):
         assert found.name == "portable" and message in found.why[0]
+
+
+@gluon
+def test_a_portable_gradient_says_why_hoppers_was_not_taken():
+    """`kernel` asks for the kernel of o; where the gradient's takes less, nothing falls back unseen."""
+    for mechanism, dtype, path, message in (
+        ("gla", F16, None, "kernel makes gradients of tokens in bfloat16, not torch.float16"),
+        ("kda", BF16, "segmented", "kernels of the gradient have no segments, and path='segmented' was asked for"),
+    ):
+        told = explain(mechanism, *call(mechanism, dtype=dtype), hardware="sm_90", kernel="hopper", path=path)
+        there, back = told.split("backward: portable")
+        assert there.startswith("forward: hopper") and f"the portable kernel: the Hopper {message}" in back
 
 
 @gluon
@@ -256,7 +269,7 @@ def test_the_number_of_programs_decides_between_them():
 @gluon
 def test_few_heads_of_long_sequences_are_cut_into_segments():
     found = GATED(**LONG, HV=8)
-    walk, carry, again = ("walk", (4 * 8 * 8,)), ("carry", (8 * 8,)), ("walk", (2 * 8 * 8,))
+    walk, carry, again = ("walk", (4 * 8 * 8,)), ("carry_maps", (8 * 8,)), ("walk", (2 * 8 * 8,))
     assert launches(found) == [("solve", (8 * 512,)), walk, carry, again]
     assert "each sequence in segments of 64 of its 512 chunks: 16 programs for sm_90, 132 multiprocessors" in found.why
     many = GATED(**LONG, HV=32)
@@ -264,7 +277,7 @@ def test_few_heads_of_long_sequences_are_cut_into_segments():
     whole = "each sequence in one go: 128 programs for sm_90, 132 multiprocessors"
     assert whole in many.why
     # eight sequences of 4,096 tokens are as many programs as one of 64 heads
-    for HV, N, expected in ((8, 8, ["solve", "walk"]), (2, 2, ["solve", "walk", "carry", "walk"])):
+    for HV, N, expected in ((8, 8, ["solve", "walk"]), (2, 2, ["solve", "walk", "carry_maps", "walk"])):
         assert names(GATED(**LONG, HV=HV, options={"cu_seqlens": meta(N + 1, dtype=torch.int32)})) == expected
 
     found = BACK(**LONG, HV=8, kernel="hopper")
@@ -281,7 +294,7 @@ def test_few_heads_of_long_sequences_are_cut_into_segments():
     assert launches(BACK(**LONG, HV=32), 1) == [("walks", (4 * 32,)), ("gradients", (132,))]
 
     few, many = (forward("kda", **LONG, H=H, HV=H) for H in (2, 64))
-    assert names(few)[2:] == ["walk", "carry", "walk"]
+    assert names(few)[2:] == ["walk", "carry_maps", "walk"]
     assert names(many)[2:] == ["walk"] and whole in many.why
 
 
@@ -390,4 +403,4 @@ def test_the_plans_of_kda():
     assert names(backward("kda")) == ["prepare", "mend", "walks", "gradients", "mend_gradients"]
     assert backward("kda", path="segmented").name == backward("kda", options={"scale": 1e-9}).name == "portable"
     assert "Hopper kernels, in Gluon" in explain("kda", *call("kda"), hardware="sm_90")
-    assert names(forward("kda", path="segmented")) == ["prepare", "mend", "walk", "carry", "walk"]
+    assert names(forward("kda", path="segmented")) == ["prepare", "mend", "walk", "carry_maps", "walk"]

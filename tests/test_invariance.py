@@ -14,7 +14,7 @@ from gla_ref.mechanisms import MECHANISMS
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import plan, stream
-from gla_ref.kernels.portable import delta_forward, gla_forward, linear
+from gla_ref.kernels.portable import gla_forward, scalar_gates
 
 NAMES = ("linear_attention", "simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda")
 LONG = 150  # tokens: three chunks of 64, the last one short
@@ -150,6 +150,6 @@ def test_no_plan_depends_on_the_batch(name, hardware):
 
 
 def test_whole_chunks_of_every_kernel_end_at_multiples_of_64():
-    lengths = {*linear.CHUNK.values(), *delta_forward.CHUNK.values()}
-    lengths |= {tiles[0] for table in gla_forward.WALK.values() for tiles in table.values()}
+    lengths = {*scalar_gates.CHUNK.values()}
+    lengths |= {sizes[0] for table in gla_forward.WALK.values() for sizes in table.values()}
     assert all(stream.CHUNK % C == 0 for C in lengths)

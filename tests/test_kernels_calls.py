@@ -19,12 +19,11 @@ from gla_ref import check as kit
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
 from gla_ref.kernels import linear_attention, steps
-from gla_ref.kernels._explain import planner_of
+from gla_ref.kernels._explain import PLANNERS as PLANNED
 from gla_ref.kernels.launch import program
 from gla_ref.kernels.launch.hardware import CLASSES
 
 MECHANISMS = ("softmax_attention", "linear_attention", "simple_gla", "gla")
-PLANNED = {name: planner_of(name) for name in FORMS}
 FEW = thin((*MECHANISMS, "gated_delta_rule"), "softmax_attention", "linear_attention")
 gpu = pytest.mark.gpu
 pytestmark = pytest.mark.usefixtures("here")
@@ -249,7 +248,7 @@ WRONG = [  # (functions, error, message, changes of the tensors x by name: B = 1
     (DELTA, ValueError, r"beta: expected shape \[B T HV\] with HV = 4 as in v", lambda x: heads(x, 2, "beta")),
     (STATED, ValueError, "initial_state: expected shape", lambda x: {"initial_state": zeros(2, 2, 16, 12)}),
     (STATED[:1], TypeError, "initial_state: expected", lambda x: {"initial_state": x["k"], "normalize": True}),
-    (CACHED, TypeError, "initial_state: expected a pair", lambda x: {"initial_state": x["k"]}),
+    (CACHED, TypeError, "initial_state: expected a pair .* got Tensor$", lambda x: {"initial_state": x["k"]}),
     (CACHED, TypeError, r"initial_state\[1\]: expected dtype", lambda x: {"initial_state": (x["k"], x["v"].half())}),
     (CACHED, ValueError, "initial_state: expected None", lambda x: {"initial_state": (x["k"], x["v"])} | ends(0, 20)),
     (EVERY, TypeError, "cu_seqlens: expected an int32", lambda x: ends(0.0, 20.0)),

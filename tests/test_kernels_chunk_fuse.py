@@ -164,6 +164,9 @@ def test_wrong_input_is_named():
             gla_chunk_fuse(**{"q": q, "k": k, "v": v, "g": g, **change})
     with torch.no_grad():
         gla_chunk_fuse(q, k, v.clone().requires_grad_(), g)
+    for step, args in (("qg_kg", (q, k, g, 1.0)), ("read_states", (q, k, v, g)), ("inner_scores", (q, k, g, 1.0))):
+        with pytest.raises(ValueError, match="^C: expected 16, 32 or 64, got 8"):
+            getattr(kernels, step)(*args, C=8)
 
 
 # costs

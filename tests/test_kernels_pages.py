@@ -421,6 +421,8 @@ def test_a_page_runs_by_itself(name, monkeypatch, capsys):
     assert program() == 0
     *errors, last = capsys.readouterr().out.splitlines()
     assert errors and all("of its budget" in line for line in errors) and "interpreted" in last
+    if name == "first":
+        assert [line.split()[0] for line in errors] == ["o", "add", "softmax_rows"]
 
 
 @pytest.mark.deep

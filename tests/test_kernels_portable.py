@@ -255,7 +255,7 @@ def test_choices_of_path():
     assert choose(32, 1024) == ("segmented", 256)
     path, length = choose(8, 1024)
     assert path == "segmented" and 8 <= length <= 64
-    choose = functools.partial(delta_forward.choose_path, multiprocessors=132)
+    choose = functools.partial(delta_forward.choose_path_by_maps, multiprocessors=132)
     assert choose(16, 512) == ("segmented", 64)
     assert choose(33, 512) == ("segmented", 128)
     assert choose(34, 512) == ("fused", 512)  # three segments would take as long

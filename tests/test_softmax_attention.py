@@ -106,7 +106,7 @@ def test_any_shape(sizes, past, blocks, name, size):
 
 KEYS, VALUES = torch.ones(B, 2, H, K), torch.ones(B, 2, H, V)
 WRONG = {  # argument -> (a wrong value for it, error, what the message says)
-    "initial_state": (torch.ones(B, 2, H, K), TypeError, "initial_state: expected a pair"),
+    "initial_state": (torch.ones(B, 2, H, K), TypeError, "initial_state: expected a pair .*, got Tensor$"),
     "initial_state[0]": ((KEYS[..., 1:], VALUES), ValueError, r"initial_state\[0\]: expected shape .* got"),
     "initial_state[1]": ((KEYS, VALUES[:, 1:]), ValueError, r"initial_state\[1\]: expected shape .* got"),
     "initial_state dtype": ((KEYS, VALUES.double()), TypeError, r"initial_state\[1\]: expected dtype .* got"),

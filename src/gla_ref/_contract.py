@@ -132,8 +132,11 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, B: int, T: int, *, values: bool 
 
 def check_scale(scale: float | None, K: int) -> float:
     """Return `scale`, or K^-0.5 when it is None."""
-    if scale is None:
-        return K**-0.5
+    return K**-0.5 if scale is None else check_number(scale)
+
+
+def check_number(scale: float) -> float:
+    """Return a scale that is not None."""
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise TypeError(f"scale: expected a finite number or None, got {scale!r}")
     return float(scale)

@@ -36,8 +36,9 @@ def polynomial2(x: Tensor) -> Tensor:
 
 def normalised_state(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Check an initial state (S, z); return S `[N, H, K, V]` and z as a column of it, `[N, H, K, 1]`."""
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise TypeError(f"initial_state: expected (S, z) with normalize=True, got {type(pair).__name__}")
+    if not isinstance(pair, tuple) or [isinstance(x, Tensor) for x in pair] != [True, True]:
+        came = [type(x).__name__ for x in pair] if isinstance(pair, tuple) else type(pair).__name__
+        raise TypeError(f"initial_state: expected (S, z) with normalize=True, two tensors, got {came}")
     S, z = pair
     if S.shape[:-1] != z.shape:
         raise ValueError(f"initial_state: expected z of shape {list(S.shape[:-1])}, got {list(z.shape)}")

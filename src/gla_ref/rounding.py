@@ -93,16 +93,15 @@ def products_in(precision: str) -> Products:
 
 
 class Luck:
-    """The choices that right kernels make without being more or less exact, drawn anew for every product.
+    """The order of a sum's terms, and the scale at which an operand is rounded, drawn anew for every product.
 
-    It is the order in which a product is summed up, which a BLAS, a GPU's tiles and a backward pass that makes k q^T
-    of q k^T choose each for themselves; and by what factor an operand is smaller when it is rounded, as a scale, a
-    strength or a row's maximum is applied before a product or after it. Tensors `[B, H, ...]` hold `copies` of the same
-    inputs side by side as heads, and each copy has a luck of its own, the first one none: sixteen copies are sixteen
-    kernels. Where products of float32 are made in three passes of TF32 (`thrice`), as Triton can, each number is two
-    numbers, and a product has three times as many terms. Without `sizes` luck is in orders only. Kernels that
-    are `sharp` bring operands into the range of float16, keep each number that fits into 16 bits as it is, and add up
-    the gradients of gates pair by pair.
+    Right kernels differ in both and are equally exact: a BLAS, a GPU's tiles and a backward pass that makes k q^T of
+    q k^T add in orders of their own, and a scale, a strength or a row's maximum is applied before a product or after
+    it. Tensors `[B, H, ...]` hold `copies` of the same inputs side by side as heads, and each copy has a luck of its
+    own, the first one none: sixteen copies are sixteen kernels. Where products of float32 are made in three passes of
+    TF32 (`thrice`), as Triton can, each number is two numbers, and a product has three times as many terms. Without
+    `sizes` luck is in orders only. Kernels that are `sharp` bring operands into the range of float16, keep each number
+    that fits into 16 bits as it is, and add up the gradients of gates pair by pair.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def _form(body: Callable) -> Callable:
         q, k, v = (options.pop(name) for name in TOKENS)
         cache = options.pop("initial_state")
         if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
-            raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
+            raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache).__name__}")
         past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
         sizes = contract.check_tensors({"q": q, "k": k, "v": v, **past}, (*KIND.arguments, *CACHE))
         for name, x in past.items():

@@ -20,6 +20,7 @@ from .. import check
 from ..check._cases import held
 from ..check.oracle import problems
 from ..mechanisms import MECHANISMS
+from ..rounding import budget, error
 
 # the mechanism of each file's kernel
 KINDS = {
@@ -87,11 +88,12 @@ def timed(name: str, page: Callable, dtype: torch.dtype) -> str:
     return f"{median(took[3:]):.3f} ms at {shape} in {dtype} on {torch.cuda.get_device_name()}"
 
 
-def run(page: Callable) -> None:
-    """Judge and time the kernel of a page, and exit with 0 if the kernel is right.
+def run(page: Callable, **others: tuple[Callable, Callable, int]) -> None:
+    """Judge the kernels of a page, time the first, and exit with 0 if all are right.
 
     Args:
         page: the function of the file that runs as a program.
+        others: further functions of the file, each with PyTorch's and the number of matrices that both take.
     """
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as measured; Triton 3.10 will leave it out by default
     name = Path(page.__code__.co_filename).stem
@@ -103,11 +105,12 @@ def run(page: Callable) -> None:
     dtype, device = (torch.bfloat16, "cuda") if compiled else (torch.float32, "cpu")
     (problem,) = problems(KINDS[name], [case_of(name, compiled)], dtype, seed=0)
     x = {n: y.to(device, held(problem.kind, n, problem.case, dtype)) for n, y in problem.inputs.items()}
-    right = True
-    for quantity, y in results(name, page, x).items():
-        error, budget = problem.judge(quantity, y.cpu())
-        verdict = "" if error <= budget else ": WRONG"
-        right &= not verdict
-        print(f"{quantity:3} error {error:.2g}, {error / budget:.2f} of its budget{verdict}")
+    judged = {quantity: problem.judge(quantity, y.cpu()) for quantity, y in results(name, page, x).items()}
+    for other, (function, reference, n) in others.items():
+        matrices = torch.randn(n, 37, 1000, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
+        exact, emulated = reference(*matrices.double()), reference(*matrices.float()).to(dtype)
+        judged[other] = error(function(*matrices), exact), budget(error(emulated, exact), dtype)
+    for quantity, (e, most) in judged.items():
+        print(f"{quantity:3} error {e:.2g}, {e / most:.2f} of its budget{'' if e <= most else ': WRONG'}")
     print(timed(name, page, dtype) if compiled else "interpreted: the time on a CPU says nothing")
-    sys.exit(0 if right else 1)
+    sys.exit(0 if all(e <= most for e, most in judged.values()) else 1)

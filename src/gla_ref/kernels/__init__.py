@@ -1,6 +1,6 @@
 """Triton kernels, one mechanism a file (chapter 4); they need Triton, and a GPU or TRITON_INTERPRET=1.
 
-Nothing here is imported by `import gla_ref`.
+Of this package `import gla_ref` loads only what needs no Triton.
 """
 
 from __future__ import annotations

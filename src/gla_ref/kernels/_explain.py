@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 from tabulate import tabulate
 from torch import Tensor
 
 from .. import FORMS
 from ..mechanisms import MECHANISMS
-from . import forms
+from . import delta, flash_attention, gla, kda, linear_attention
 from .launch.hardware import CLASSES, Hardware, hardware_of
 from .launch.plan import Launch, Plan, Spec, strides_of
 
+# the modules that plan the forms "triton": each has `forward`, `backward` and KEPT, what the second takes of the first
+PLANNERS = {
+    "softmax_attention": flash_attention,
+    "linear_attention": linear_attention,
+    "simple_gla": linear_attention,
+    "gla": gla,
+    "delta_rule": delta,
+    "gated_delta_rule": delta,
+    "kda": kda,
+}
 TILES = ("C", "BM", "BN", "BK", "BV", "BD", "BH")
 
 
@@ -29,36 +36,26 @@ def plan(mechanism: str, *tensors: Tensor, direction: str, hardware: str | Hardw
         if hardware not in CLASSES:
             raise ValueError(f"hardware: expected one of {', '.join(CLASSES)}, got {hardware!r}")
         hardware = CLASSES[hardware]
-    kind, planner = MECHANISMS[mechanism], planner_of(mechanism)
-    forward, backward, softmax = planner.forward, planner.backward, mechanism == "softmax_attention"
+    kind, planner = MECHANISMS[mechanism], PLANNERS[mechanism]
+    forward, backward, fields = planner.forward, planner.backward, planner.forward.record._fields
     if len(tensors) != len(kind.required):
         raise TypeError(f"tensors: expected {', '.join(kind.required)}, got {len(tensors)} tensors")
-    known = {*forward.record._fields, "initial_state"} - {*kind.required, "g", "cached"}
+    known = {*fields, "initial_state"} - {*kind.required, "g", "cached"}
     if wrong := [name for name in options if name not in known]:
         raise TypeError(f"{wrong[0]}: expected an option of {mechanism}, got {wrong[0]}={options[wrong[0]]!r}")
-    cache = options.pop("initial_state", None) if softmax else None
-    given = dict.fromkeys(forward.record._fields) | dict(zip(kind.required, tensors, strict=True)) | options
-    call = forward.specs(forward.record(**given | ({"cached": cache is not None} if softmax else {})))
+    given = dict.fromkeys((*fields, "initial_state")) | dict(zip(kind.required, tensors, strict=True)) | options
+    cache = given["initial_state"] if "cached" in fields else None
+    given["cached"] = cache is not None
+    call = forward.specs(forward.record(*(given[name] for name in fields)))
     if cache is not None:  # then k and v are copied behind the cache
         k, v = (_behind(x, past) for x, past in zip((call.k, call.v), cache, strict=True))
         call = call._replace(k=k, v=v)
     ahead = forward.plan(hardware, call)
     if direction == "forward":
         return ahead
-    given = call._asdict()
-    if softmax:
-        del given["cached"]
-        o, given["lse"], given["low"] = ahead.outputs
-        given |= {"o": o, "do": o._replace(name="do")}
-    else:
-        given |= {name: keep(call, ahead.outputs) for name, keep in planner.KEPT.items()}
-        given |= {"do": call.v._replace(name="do"), "dS": None, "need_dg": call.g is not None}
-    return backward.plan(hardware, backward.record(**given))
-
-
-def planner_of(mechanism: str) -> ModuleType:
-    """The module that plans a mechanism's form "triton": it has `forward` and `backward`."""
-    return sys.modules[getattr(forms, FORMS[mechanism]["triton"].function).__module__]
+    given = call._asdict() | {name: keep(call, ahead.outputs) for name, keep in planner.KEPT.items()}
+    given |= {"do": ahead.outputs[0]._replace(name="do"), "dS": None, "need_dg": given.get("g") is not None}
+    return backward.plan(hardware, backward.record(*(given[name] for name in backward.record._fields)))
 
 
 def _behind(x: Spec, past: Tensor) -> Spec:

@@ -94,9 +94,9 @@ def plan_backward(hardware: Hardware, call) -> Plan:
 
 # launch/ checks a new call, plans it by the functions above and keeps its launches
 forward = Planned(plan_forward, Call, check)
-_forward = with_state("delta_rule", forward)
+operator = with_state("delta_rule", forward)
 KEPT = {}  # the backward pass makes its inputs again, in a small part of its time
-backward = differentiable(_forward, plan_backward, KEPT, optional="g")
+backward = differentiable(operator, plan_backward, KEPT, optional="g")
 
 
 def gated_delta_rule(
@@ -142,7 +142,7 @@ def gated_delta_rule(
     )  # fmt: skip
     if g is None:  # checked here, since `check` would take the call for one of the delta rule
         check_call(call, mechanism="gated_delta_rule")
-    return attend(_forward, call)
+    return attend(operator, call)
 
 
 def delta_rule(
@@ -162,4 +162,4 @@ def delta_rule(
         q=q, k=k, v=v, g=None, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
         kernel=kernel,
     )  # fmt: skip
-    return attend(_forward, call)
+    return attend(operator, call)

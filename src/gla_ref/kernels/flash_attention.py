@@ -41,7 +41,7 @@ def check(call: Call, cache: tuple[Tensor, Tensor] | None = None) -> None:
     if call.cached:
         return
     if cache is not None and (not isinstance(cache, tuple | list) or len(cache) != 2):
-        raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache)}")
+        raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache).__name__}")
     past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
     tokens = {"q": call.q, "k": call.k, "v": call.v}
     sizes = check_inputs(
@@ -58,10 +58,15 @@ def check(call: Call, cache: tuple[Tensor, Tensor] | None = None) -> None:
 
 WIDEST = {"K": 256, "V": 256}
 forward, backward = Planned(plan_forward, Call, check, twin), Planned(plan_backward, Gradient, twin=twin)
-_forward, _backward = Operator("flash_attention", forward, 3), Operator("flash_attention_backward", backward, 3)
+KEPT = {
+    "o": lambda call, outputs: outputs[0],
+    "lse": lambda call, outputs: outputs[1],
+    "low": lambda call, outputs: outputs[2],
+}
+operator, gradient = Operator("flash_attention", forward, 3), Operator("flash_attention_backward", backward, 3)
 
 
-@_forward.register_fake
+@operator.register_fake
 def _(call):
     q = call.q
     o = q.new_empty(*q.shape[:3], call.v.shape[-1])
@@ -69,7 +74,7 @@ def _(call):
     return o, lse, lse.clone() if q.dtype == torch.float32 else q.new_empty(0)
 
 
-@_backward.register_fake
+@gradient.register_fake
 def _(call):
     return tuple(x.new_empty(x.shape) for x in (call.q, call.k, call.v))
 
@@ -82,11 +87,11 @@ def _save(ctx, call, output):
 def _gradients(ctx, do, *_):  # lse is returned for the backward's sake: nobody differentiates it
     q, k, v, o, lse, low, cu = ctx.saved_tensors
     low = low if q.dtype == torch.float32 else None
-    grads = _backward(Gradient(q=q, k=k, v=v, o=o, lse=lse, low=low, do=do, cu_seqlens=cu, scale=ctx.scale))
+    grads = gradient(Gradient(q=q, k=k, v=v, o=o, lse=lse, low=low, do=do, cu_seqlens=cu, scale=ctx.scale))
     return *grads, *[None] * 3
 
 
-_forward.register_autograd(_save, _gradients)
+operator.register_autograd(_save, _gradients)
 
 
 def flash_attention(
@@ -124,6 +129,6 @@ def flash_attention(
         k, v = (torch.cat(pair, 1) for pair in zip(initial_state, (k, v), strict=True))
         call = call._replace(k=k, v=v)
     if scale is not None:
-        call = call._replace(scale=contract.check_scale(scale, 1))
-    o, *_ = _forward(call)
+        call = call._replace(scale=contract.check_number(scale))
+    o, *_ = operator(call)
     return o, (k, v)

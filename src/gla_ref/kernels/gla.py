@@ -49,12 +49,12 @@ def plan_forward(hardware: Hardware, call: Call) -> Plan:
     reason = hopper.refusal(hardware, call)
     if call.kernel == "hopper" and reason:
         raise ValueError(f"kernel: expected what the Hopper kernel takes for kernel='hopper', but {reason}")
-    if call.kernel != "portable" and not reason:
+    if not reason:
         from .hopper import gla_forward as gluon  # not where Gluon is missing
 
         return gluon.plan_forward(hardware, call)
     plan = (gla_forward if call.g_v is None else gla_two_sided).plan_forward(hardware, call)
-    return plan._replace(why=(f"the portable kernel: {reason or 'it was asked for'}", *plan.why))
+    return plan._replace(why=(f"the portable kernel: {reason}", *plan.why))
 
 
 def plan_backward(hardware: Hardware, call) -> Plan:
@@ -70,10 +70,10 @@ def plan_backward(hardware: Hardware, call) -> Plan:
 
 # launch/ checks a new call, plans it by the functions above and keeps its launches
 forward = Planned(plan_forward, Call, check)
-_forward = with_state("gla", forward)
+operator = with_state("gla", forward)
 # under torch.compile there are two outputs only, and the backward pass makes starts again
 KEPT = {"starts": lambda call, outputs: (*outputs, None)[2]}
-backward = differentiable(_forward, plan_backward, KEPT, optional="g")
+backward = differentiable(operator, plan_backward, KEPT, optional="g")
 
 
 def gla(
@@ -106,7 +106,7 @@ def gla(
         kernel: "portable", or "hopper" for the one in Gluon; None lets the plan choose, which
             :func:`gla_ref.kernels.explain` prints with the reason. Gradients have a Hopper kernel of their own, for
             tokens in bfloat16, gates of 16 bits and V <= 128: the plan takes it from Triton 3.9 on, before only if
-            it is asked for.
+            it is asked for. Other calls have the portable gradient, with "hopper" too: `explain` says why.
 
     Returns:
         o `[B, T, H, V]` in the dtype of v, and the final state, float32 `[N_seq, H, K, V]`.
@@ -123,4 +123,4 @@ def gla(
         q=q, k=k, v=v, g=g, g_v=g_v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
         kernel=kernel,
     )  # fmt: skip
-    return attend(_forward, call)
+    return attend(operator, call)

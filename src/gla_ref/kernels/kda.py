@@ -58,9 +58,9 @@ def plan_backward(hardware: Hardware, call) -> Plan:
 
 # launch/ checks a new call, plans it by these functions and keeps its launches
 forward = Planned(plan_forward, Call, check)
-_forward = with_state("kda", forward)
+operator = with_state("kda", forward)
 KEPT = {}  # the backward pass makes its inputs again, in a small part of its time
-backward = differentiable(_forward, plan_backward, KEPT, optional="g")
+backward = differentiable(operator, plan_backward, KEPT, optional="g")
 
 
 class Resumed(NamedTuple):
@@ -143,4 +143,4 @@ def kda(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale, path=path,
         kernel=kernel,
     )  # fmt: skip
-    return attend(_forward, call)
+    return attend(operator, call)

@@ -45,13 +45,13 @@ check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS})
 
 
 forward = Planned(plan_forward, Call, check)
-_forward = with_state("linear_attention", forward)
+operator = with_state("linear_attention", forward)
 KEPT = {  # the final state of narrow heads without gates; what is not among torch.compile's two outputs
     "S_T": lambda call, outputs: outputs[1] if unwindable(call) else None,
     "sums": lambda call, outputs: (*outputs, None)[2],
     "starts": lambda call, outputs: (*outputs, None, None)[3],
 }
-backward = differentiable(_forward, plan_backward, KEPT, optional="g")
+backward = differentiable(operator, plan_backward, KEPT, optional="g")
 
 
 def simple_gla(
@@ -78,7 +78,7 @@ def simple_gla(
     )  # fmt: skip
     if g is None:  # checked here, since `check` would take the call for one of linear attention
         check_call(call, mechanism="simple_gla")
-    return attend(_forward, call)
+    return attend(operator, call)
 
 
 def linear_attention(
@@ -106,7 +106,7 @@ def linear_attention(
 
     def of_values(v, S):
         call = Call(q=q, k=k, v=v, g=None, initial_state=S, cu_seqlens=cu_seqlens, scale=scale, path=path)
-        return attend(_forward, call)
+        return attend(operator, call)
 
     if not normalize:
         return of_values(v, initial_state)

@@ -126,4 +126,4 @@ def attend(q, k, v, scale=None):
 if __name__ == "__main__":  # python -m gla_ref.pages.first: is it right here, and how fast
     from gla_ref._commands.page import run
 
-    run(attend)
+    run(attend, add=(add, torch.add, 2), softmax_rows=(softmax_rows, lambda x: x.softmax(1), 1))

@@ -201,6 +201,13 @@ def fwd_inner_chunk(q, k, b, A, s_q, s_k, s_b, T, H, K, scale, BT: tl.constexpr,
         tl.store(p_A + i * BT, score)
 
 
+def warps(C: int) -> tuple[int, int, int]:
+    """Return the warps of the three kernels for chunks of C tokens; ValueError for a length that they do not have."""
+    if C not in WARPS:
+        raise ValueError(f"C: expected 16, 32 or 64, got {C!r}")
+    return WARPS[C]
+
+
 def _grid(x: Tensor, C: int) -> tuple[int, int, int]:
     B, T, H, K = x.shape
     return triton.cdiv(K, tile(K)), triton.cdiv(T, C), B * H
@@ -212,7 +219,7 @@ def qg_kg(q: Tensor, k: Tensor, b: Tensor, scale: float, C: int = 16) -> tuple[T
     q_g, k_g = (torch.empty(B, T, H, K, dtype=q.dtype, device=q.device) for _ in "qk")
     prepare_qg_kg[_grid(q, C)](
         q, k, b, q_g, k_g, q.stride(), k.stride(), b.stride(), T, H, K, scale,
-        BT=C, BK=tile(K), num_warps=WARPS[C][0], **FUSED,
+        BT=C, BK=tile(K), num_warps=warps(C)[0], **FUSED,
     )
     return q_g, k_g
 
@@ -228,7 +235,7 @@ def read_states(
     S_out = torch.empty(B, H, K, V, dtype=torch.float32, device=v.device)
     fused_chunk_gla_fwd_kernel[NK, NV, B * H](
         q_g, k_g, v, b, o, S, S_out, q_g.stride(), v.stride(), o.stride(), T, H, K, V,
-        BT=C, BK=BK, BV=BV, num_warps=WARPS[C][1], **FUSED,
+        BT=C, BK=BK, BV=BV, num_warps=warps(C)[1], **FUSED,
     )
     return o, S_out
 
@@ -239,7 +246,7 @@ def inner_scores(q: Tensor, k: Tensor, b: Tensor, scale: float, C: int = 16) -> 
     A = torch.empty(NK, B, H, N, C, C, dtype=torch.float32, device=q.device)
     fwd_inner_chunk[_grid(q, C)](
         q, k, b, A, q.stride(), k.stride(), b.stride(), T, H, K, scale,
-        BT=C, BK=tile(K), num_warps=WARPS[C][2], **FUSED,
+        BT=C, BK=tile(K), num_warps=warps(C)[2], **FUSED,
     )
     return A
 
@@ -270,8 +277,7 @@ def gla_chunk_fuse(
     """
     call = Call(q=q, k=k, v=v, g=g, g_v=None, initial_state=initial_state, cu_seqlens=None, scale=scale)
     sizes = check_call(call)
-    if C not in WARPS:
-        raise ValueError(f"C: expected 16, 32 or 64, got {C!r}")
+    warps(C)  # refuses other lengths
     for name, x in (("g_v", g_v), ("cu_seqlens", cu_seqlens)):
         if x is not None:
             raise ValueError(f"{name}: expected None, which is all these kernels know, got a value")

@@ -27,8 +27,10 @@ SCALES = 2.0**-20, 2.0**20  # of KDA's gradient: it divides by strengths, and bf
 DELTA_KERNELS = ("hopper", "hopper_fused", "hopper_ahead")  # the first: which one, the number of programs decides
 
 
-def refusal_of_gpu(hardware: Hardware) -> str | None:
-    """Why no Hopper kernel runs there; None if they do."""
+def refusal_of_any(hardware: Hardware, call) -> str | None:
+    """Why no Hopper kernel runs a call, whatever its sizes; None if they do."""
+    if call.kernel == "portable":
+        return "it was asked for"
     if hardware.name != "sm_90":
         return f"the Hopper kernel is for sm_90, not {hardware.name}"
     if name := missing():
@@ -55,7 +57,7 @@ def refusal_of_tokens(hardware: Hardware, *tokens: Spec) -> str | None:
 
 def refusal(hardware: Hardware, call) -> str | None:
     """Why the Hopper kernel of GLA does not take a call; None if it does."""
-    if reason := refusal_of_gpu(hardware):
+    if reason := refusal_of_any(hardware, call):
         return reason
     if call.g_v is not None:
         return "the Hopper kernel has no gates on values"
@@ -66,8 +68,6 @@ def refusal(hardware: Hardware, call) -> str | None:
 
 def refusal_of_gradient(hardware: Hardware, call) -> str | None:
     """Why the Hopper kernel of GLA's gradient does not take a call; None if it does."""
-    if call.kernel == "portable":
-        return "it was asked for"
     if reason := refusal(hardware, call):
         return reason
     if call.q.dtype != torch.bfloat16:
@@ -87,9 +87,7 @@ def refusal_of_delta(hardware: Hardware, call) -> str | None:
 
     Nothing needs to ask: they are faster than the portable kernel wherever they run (lab/delta_rules.md).
     """
-    if call.kernel == "portable":
-        return "it was asked for"
-    if reason := refusal_of_gpu(hardware):
+    if reason := refusal_of_any(hardware, call):
         return reason
     for x, axis in ((call.q, "K"), (call.v, "V")):
         if x.shape[-1] not in WIDTHS:

@@ -13,8 +13,8 @@ warps::
 
 *Segments.* A segment maps the state S to M S + X (portable/delta_forward.py). `walk` without q, P and o makes X
 and M, BV columns per program: X from a state of zeros, M from the columns of the unit matrix with values of zero, since
-the copy engine reads zeros beyond the columns of v. `carry` of that file turns them into the state before each segment,
-and `walk` makes o from there. In one go, a sequence is one segment. Programs count segments by slots, as
+the copy engine reads zeros beyond the columns of v. `carry_maps` of that file turns them into the state before each
+segment, and `walk` makes o from there. In one go, a sequence is one segment. Programs count segments by slots, as
 `which_segment` does; a spare slot has no chunks. Without q, P and o, and with e^(b_C - b) w in place of v', a program
 of 64 columns and three stages takes 112 KiB, and two of them share a multiprocessor. `choose` cuts sequences where a
 model says that segments are faster.
@@ -44,7 +44,7 @@ from triton.experimental.gluon import language as gl
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Box, Plan, Spec, cdiv
-from ..portable.delta_forward import carry_states
+from ..portable.delta_forward import launch_carry_maps
 from ..portable.segments import slots
 from . import delta_chunk
 from .delta_chunk import VARIABLE, C, Shared, load_state, read, state_columns, store_o, write
@@ -224,7 +224,7 @@ class Setup(NamedTuple):
 
 WIDE, NARROW = Setup(64, 3, 128, 168, 1.75), Setup(32, 4, 128, 168, 1.2)
 L2 = 4.4e6  # bytes per microsecond for the programs of all multiprocessors together
-CARRY, LAUNCHES = 6.0, 10.0  # microseconds of `carry` per segment, and of two more launches: estimates
+CARRY, LAUNCHES = 6.0, 10.0  # microseconds of `carry_maps` per segment, and of two more launches: estimates
 LEAST = 8  # chunks of a segment
 SOLVE = 2.0  # microseconds of a chunk of `solve` per multiprocessor
 
@@ -289,7 +289,7 @@ def launch_walks(shared: Shared, launch_walk: Callable, L: int, o: Spec, S_T: Sp
         return launch_walk(L, V, shared.S_in, S_T, o)
     part = draft.new("part", slots(shared.B, T, cu, L), shared.H, K, V + K)
     launch_walk(L, V + K, None, part, None)
-    carry_states(draft, part, shared.S_in, S_T, cu, T, L, reverse=False)
+    launch_carry_maps(draft, part, shared.S_in, S_T, cu, T, L, reverse=False)
     launch_walk(L, V + K, part, None, o)
 
 

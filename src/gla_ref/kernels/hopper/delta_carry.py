@@ -1,6 +1,6 @@
 """The states between segments of delta_backward.py, forwards and backwards in one launch (chapter 20).
 
-A segment maps the state S before it to M S + X, and the gradient R after it to M^T R + X'. As `carry` of
+A segment maps the state S before it to M S + X, and the gradient R after it to M^T R + X'. As `carry_maps` of
 ../portable/delta_forward.py, a program has BV columns of a sequence's head and goes from segment to segment.
 """
 

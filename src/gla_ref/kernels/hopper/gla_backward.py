@@ -1,7 +1,7 @@
 """The gradient of Gated Linear Attention on Hopper: one walk backwards that makes all of it (chapter 15).
 
 With S the state before a chunk, R the gradient of the state after it (over scale, which comes last), and P, q', k', r,
-b as in gla_forward.py::
+b as in gla_forward.py, except that here a strong chunk keeps its mild channels' factors (a channel is strong or mild)::
 
     dP  = do v^T    D_i = dP_ii    R' = e^r R    dP below is strictly lower triangular, P lower triangular
     dv  = scale * (P^T do + k' R')                                                              (1)
@@ -64,21 +64,11 @@ from triton.experimental.gluon import language as gl
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
-from ..portable.gla_forward import (
-    GlaCall,
-    Readers,
-    all_between,
-    begin_backward,
-    both_halves,
-    clamped,
-    meetings,
-    sums,
-    to_border,
-    walks,
-)
+from ..portable import gla_forward as portable
+from ..portable.gla_forward import Readers, all_between, both_halves, clamped, meetings, sums, to_border
 from ..portable.segments import carry_states, slots, which_segment
-from ..portable.tiles import STAY, VARYING, load_tile, operand, patterns, product, store_tile
-from .gla_forward import Roles, begin
+from ..portable.tiles import FLOOR, STAY, VARYING, load_tile, operand, patterns, product, store_tile
+from .gla_forward import Roles, on_hopper
 from .gluon import (
     barrier,
     copy_in,
@@ -213,15 +203,14 @@ def transform(
         scaled(b_k, gl.exp2(-x), tile)
         scaled(b_q, gl.exp2(x), tile)
     else:
-        # e^-104 is 0 in float32, so -104 stands for all below, -inf too
         gates = b_g.load(tile).to(gl.float32)
-        b_g.store(gl.where(gates < -104.0, -104.0, gates).to(b_g.dtype))
+        b_g.store(gl.where(gates < FLOOR, FLOOR, gates).to(b_g.dtype))
         fence_async_shared()
         x = warpgroup_mma(signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False) * LOG2E
         half = gl.sum(gl.where(rows == C - 1, x, 0.0), 0)  # r by columns of x: its last row
         # a strong channel's q decays from the start, its k to the end, the state in between
-        weak = half >= LIMIT * 0.5 * LOG2E
-        edge, rest = gl.where(weak, half, 0.0), gl.where(weak, 0.0, half)
+        mild_channels = half >= LIMIT * 0.5 * LOG2E
+        edge, rest = gl.where(mild_channels, half, 0.0), gl.where(mild_channels, 0.0, half)
         sides.factors.index(3 * s).store(gl.exp2(edge))
         sides.factors.index(3 * s + 1).store(gl.exp2(2.0 * rest))
         sides.factors.index(3 * s + 2).store(rest)
@@ -595,44 +584,38 @@ def mend_gradient(
 ROLES = {64: Roles(4, 4, 2, 128, 160), 128: Roles(8, 4, 2, 128, 152)}  # by BK
 
 
-def launch_unwind(call: GlaCall, q, k, v, g, do, states, made, strong, L: int, R_in, R_out) -> None:
-    """`unwind` over segments of L tokens; `made` are dq, dk, dv, dg."""
-    C, BK, BV = call.C, call.BK, call.BV
-    dq, dk, dv, dg = made
-    roles = ROLES[BK]
-    call.draft.launch(
-        unwind, call.H * slots(call.B, call.T, call.cu, L),
-        box(q, C, BK), box(k, C, BK), box(v, C, BV), box(g, C, BK), box(do, C, BV), box(states, BK, BV),
-        box(dq, C, BK), box(dk, C, BK), box(dv, C, BV), box(dg, C, BK) if dg else None,
-        dq, dk, dv, dg, strong, R_in, R_out, call.cu,
-        call.N, call.T, L, call.H, call.K, call.V, call.scale,
-        C=C, BK=BK, BV=BV, W=roles.multiplier, WT=roles.transformer, LIMIT=call.limit,
-        REGISTERS=roles.of_transformer, num_warps=roles.multiplier, num_stages=2, maxnreg=roles.registers,
-    )
-
-
 def plan_backward(hardware: Hardware, call) -> Plan:
     """(dq, dk, dv, dg, None, dS0); None for what is not given or, of dg, not needed. `starts` may be None."""
     draft, q, k, v, g, S = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.initial_state
-    shared, do, R = begin_backward(begin(draft, q, v, call.cu_seqlens, call.scale, call.path), v, call.do, call.dS)
+    shared = on_hopper(portable.begin(draft, q, v, call.cu_seqlens, call.scale, call.path))
+    shared, do, R = portable.begin_backward(shared, v, call.do, call.dS)
     draft.because("one walk backwards for all gradients: the Hopper kernel, in Gluon")
     S_in = draft.contiguous(S, torch.float32)
-    states = walks(shared, Readers(None, k, g=g), v, S_in, states="states", starts=call.starts).states
-    made = [draft.like(f"d{x.name}", x) for x in (q, k, v)] + [draft.like("dg", g) if call.need_dg else None]
+    states = portable.walks(shared, Readers(None, k, g=g), v, S_in, states="states", starts=call.starts).states
+    dq, dk, dv = (draft.like(f"d{x.name}", x) for x in (q, k, v))
+    dg = draft.like("dg", g) if call.need_dg else None
     # spare slots are nobody's: their flags must be zeros
     strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8, zero=shared.cu is not None)
     R_0 = draft.new("R_0", shared.N, shared.H, shared.K, shared.V) if S else None
-    L = shared.segment()
-    if shared.in_one_go:
-        launch_unwind(shared, q, k, v, g, do, states, made, strong, L, R, R_0)
-    else:  # what each segment adds to R, then what each begins with, then as above
-        n = slots(shared.B, shared.T, shared.cu, L)
+    L, _ = shared.segment()
+    n = slots(shared.B, shared.T, shared.cu, L)
+    R_in, R_out = R, R_0
+    if L <= shared.T:  # what each segment adds to R, then what each begins with
         ends, decay = draft.new("ends", n, shared.H, shared.K, shared.V), draft.new("decay", n, shared.H, shared.K)
         R_0 = R_0 or draft.new("R_0", shared.N, shared.H, shared.K, shared.V)
         shared.launch_walk(Readers(None, q, g=g), do, True, L, None, ends, decay=decay)
         carry_states(draft, ends, decay, R, R_0, shared.cu, shared.T, L, True)
-        launch_unwind(shared, q, k, v, g, do, states, made, strong, L, ends, None)
-    dq, dk, dv, dg = made
+        R_in, R_out = ends, None
+    C, BK, BV, roles = shared.C, shared.BK, shared.BV, ROLES[shared.BK]
+    draft.launch(
+        unwind, shared.H * n,
+        box(q, C, BK), box(k, C, BK), box(v, C, BV), box(g, C, BK), box(do, C, BV), box(states, BK, BV),
+        box(dq, C, BK), box(dk, C, BK), box(dv, C, BV), box(dg, C, BK) if dg else None,
+        dq, dk, dv, dg, strong, R_in, R_out, shared.cu,
+        shared.N, shared.T, L, shared.H, shared.K, shared.V, shared.scale,
+        C=C, BK=BK, BV=BV, W=roles.multiplier, WT=roles.transformer, LIMIT=shared.limit,
+        REGISTERS=roles.of_transformer, num_warps=roles.multiplier, num_stages=2, maxnreg=roles.registers,
+    )
     # tiles of 64 channels spill what fills registers, of 32 hardly; older assemblers read unset registers there
     # (lab/known.md)
     BK, BV = (32, shared.BV) if STAY else (64, 64)

@@ -60,12 +60,11 @@ from ..launch.plan import Draft, Plan, Spec, cdiv
 from ..portable import gla_forward as portable
 from ..portable.gla_forward import GlaCall, Readers, mend_strong, walks
 from ..portable.segments import slots
+from ..portable.tiles import FLOOR
 from . import refusal_of_gradient
 from .gluon import copy_in, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, invalidate_stages, new_barriers
 from .tiles import LOG2E, box, keep_rows, operand, scaled, store_box, store_rows, which_segment
-
-FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32, so this gate stands for all below, -inf too
 
 
 class Tiles(NamedTuple):
@@ -426,22 +425,24 @@ class HopperCall(GlaCall):
         )
 
 
-def begin(draft: Draft, q: Spec, v: Spec, cu: Spec | None, scale, path) -> HopperCall:
-    """Begin a call whose plan is `draft`, by the sizes of q and v."""
-    BK, BV = (64 if x.shape[-1] <= 64 else 128 for x in (q, v))
-    return HopperCall(*portable.begin(draft, q, v, cu, scale, path))._replace(BK=BK, BV=BV)
+def on_hopper(call: GlaCall) -> HopperCall:
+    """The call with the tiles of this file's walk."""
+    BK, BV = (64 if size <= 64 else 128 for size in (call.K, call.V))
+    return HopperCall(*call)._replace(BK=BK, BV=BV)
 
 
 def plan_forward(hardware: Hardware, call) -> Plan:
     """(o, final state, starts)."""
     draft, q, k, v, g, S = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.initial_state
-    shared = begin(draft, q, v, call.cu_seqlens, call.scale, call.path)
-    C, K, V, cu, starts = shared.C, shared.K, shared.V, shared.cu, None
+    on_others = portable.begin(draft, q, v, call.cu_seqlens, call.scale, call.path)
+    shared = on_hopper(on_others)
+    C, K, V, cu, starts, (L, why) = shared.C, shared.K, shared.V, shared.cu, None, shared.segment()
     draft.because("a loader, a transformer and a multiplier side by side: the Hopper kernel, in Gluon")
     # spare slots are nobody's: their flags must be zeros
     strong = draft.new("strong", shared.chunks, shared.H, dtype=torch.int8, zero=cu is not None)
     plain = {K, V} <= {64, 128} and {x.dtype for x in (q, k, v, g)} == {torch.bfloat16}
-    if plain and S is None and cu is None and shared.in_one_go:
+    if plain and S is None and cu is None and L > shared.T:
+        draft.because(why)
         draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
         o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.B, shared.H, K, V)
         roles, boxes = ROLES[shared.BK], (box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V))
@@ -454,7 +455,6 @@ def plan_forward(hardware: Hardware, call) -> Plan:
         o, S_T, _, starts = walks(shared, x, v, S_in, o="o", S="S_T")  # o and S_T: names of the tensors to make
     mend_strong(shared, q, k, v, g, o, strong)
     # the gradient's walks may be the portable ones, which begin from these states only if they cut sequences alike
-    if starts is not None and refusal_of_gradient(hardware, call):
-        other = portable.begin(Draft(hardware, *call), q, v, call.cu_seqlens, call.scale, call.path)
-        starts = starts if other.segment() == shared.segment() else None
+    if refusal_of_gradient(hardware, call) and on_others.segment()[0] != L:
+        starts = None
     return draft.plan("hopper", o, S_T, starts)

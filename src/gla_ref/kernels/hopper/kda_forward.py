@@ -199,7 +199,7 @@ def walk(
 
 CHUNK = 1.0  # microseconds of a chunk of `walk`, where few programs run
 L2 = 6.5e6  # bytes per microsecond for the programs of all multiprocessors together
-CARRY, LAUNCHES = 8.0, 8.0  # microseconds of `carry` per segment, and of two more launches: estimates
+CARRY, LAUNCHES = 8.0, 8.0  # microseconds of `carry_maps` per segment, and of two more launches: estimates
 ROW = gl.NVMMASharedLayout(0, 32, 4)  # of numbers in float32, in their order
 
 

@@ -51,6 +51,7 @@ from ..launch.hardware import Hardware
 from ..launch.plan import Plan
 from ..portable.delta_gradient import gradient_of_state, of_key_heads
 from ..portable.kda_gradient import launch_mend
+from ..portable.tiles import FLOOR
 from . import delta_chunk
 from .delta_chunk import barrier, load_tokens, row_column
 from .delta_inverse import reinterpret
@@ -58,7 +59,7 @@ from .delta_solve import C
 from .delta_walks import BV
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .kda_forward import prepared
-from .kda_prepare import FLAT, FLAT_2, FLOOR, LIMIT, SQUARE, WIDE
+from .kda_prepare import FLAT, FLAT_2, LIMIT, SQUARE, WIDE
 from .kda_walks import walks
 from .ring import invalidate_stages, new_barriers
 from .tiles import LOG2E, add, behind, blocks_of_16, box, keep_rows, store_own_rows, which_segment
@@ -338,13 +339,14 @@ def send(d_dq, d_dk, dq, dk, t_dq, t_dk, i_b, i_h, o_t, stop, m, T, HV, K: gl.co
 
 @gluon.jit(do_not_specialize=VARIABLE)
 def gradients(
-    q, k, g, do, d_w, d_e, d_T, d_S, d_R, beta, s_bb, s_bt, s_bh, d_dq, d_dk, d_dv, dq, dk, dv, dg, dbeta, weak, strong,
-    cu, N, T, HV, G, scale, zero, K: gl.constexpr, V: gl.constexpr,
+    q, k, g, do, d_w, d_e, d_T, d_S, d_R, beta, s_bb, s_bt, s_bh, d_dq, d_dk, d_dv, dq, dk, dv, dg, dbeta, is_mild,
+    strong, cu, N, T, HV, G, scale, zero, K: gl.constexpr, V: gl.constexpr,
 ):
     """(3) to (8) of a chunk of a value head, but for the own pairs of strong blocks.
 
-    q, k, g, d_dq, d_dk are boxes of BK columns, d_S and d_R of BK x 64, do to d_T and d_dv of 64. `weak` [slots, 4, K]
-    is 0 where a block's own pairs are left out, `strong` [slots] is 1 if there are any. dg may be None, `zero` is 0.
+    q, k, g, d_dq, d_dk are boxes of BK columns, d_S and d_R of BK x 64, do to d_T and d_dv of 64. `is_mild`
+    [slots, 4, K] is 0 where a block's own pairs are left out, `strong` [slots] is 1 if there are any. dg may be
+    None, `zero` is 0.
     """
     PACKED: gl.constexpr = cu is not None
     N_K: gl.constexpr = K // BK
@@ -409,7 +411,7 @@ def gradients(
         least = gl.where(D < least, D, least)
         mild = D >= LIMIT * LOG2E
         h = gl.where(mild, D * 0.5, 0.0)
-        gl.store(weak + (pid.to(gl.int64) * 4 + o_f) * K + (m * BK + o_d)[None, :], mild.to(gl.int8))
+        gl.store(is_mild + (pid.to(gl.int64) * 4 + o_f) * K + (m * BK + o_d)[None, :], mild.to(gl.int8))
         make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x)
 
         # operands
@@ -499,15 +501,15 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     dv, dbeta, dg = draft.new("dv", *v.shape, dtype=low), draft.like("dbeta", beta), None
     if call.need_dg:
         dg = draft.new("dg", *g.shape, dtype=g.dtype)
-    weak, strong = draft.new("weak", n, 4, K, dtype=torch.int8), draft.new("strong_too", n, dtype=torch.int32)
+    is_mild, strong = draft.new("is_mild", n, 4, K, dtype=torch.int8), draft.new("strong_too", n, dtype=torch.int32)
     width = BK.value
     draft.launch(
         gradients, n, *(box(x, c, width) for x in (q, k, g)), *(box(x, c, 64) for x in (do, w, e, Ts)),
         box(states, width, 64), box(dstates, width, 64), beta, *beta.strides, box(dq, c, width), box(dk, c, width),
-        box(dv, c, 64), dq, dk, dv, dg, dbeta, weak, strong, cu, N, T, H, shared.G, scale, 0,
+        box(dv, c, 64), dq, dk, dv, dg, dbeta, is_mild, strong, cu, N, T, H, shared.G, scale, 0,
         K=K, V=V, num_warps=4, maxnreg=REGISTERS,
     )
-    launch_mend(draft, q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, N, shared.G, scale)
+    launch_mend(draft, q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, N, shared.G, scale)
     if shared.G > 1:
         dq, dk = (
             draft.compute(f"{y.name} of key heads", of_key_heads, y, low, shared.G, shape=x.shape, dtype=low)

@@ -39,6 +39,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ..launch.plan import Box, Draft, Spec, cdiv
+from ..portable.tiles import FLOOR
 from .delta_chunk import barrier, load_tokens, row_column
 from .delta_inverse import allocate_scratch, eliminate, inverse, reinterpret, spread
 from .delta_solve import C
@@ -47,7 +48,6 @@ from .ring import invalidate_stages, new_barriers
 from .tiles import LOG2E, add, blocks_of_16, keep_rows, which_segment
 
 HALF = gl.constexpr(64)  # channels at a time
-FLOOR = gl.constexpr(-104.0)  # e^-104 is 0 in float32
 LIMIT = gl.constexpr(-80.0)  # nats of a block of 16 tokens, as in portable/gla_forward.py for bf16
 REGISTERS = 240  # of a thread: two programs share a multiprocessor
 VARIABLE = ("N", "T", "HV", "G", "n_flags", "n_programs", "s_bb", "s_bt", "s_bh")

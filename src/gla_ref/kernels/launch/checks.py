@@ -11,15 +11,7 @@ import triton
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..._contract import (
-    check_cu_seqlens,
-    check_gate,
-    check_scale,
-    check_state,
-    check_strength,
-    check_tensors,
-    state_shape,
-)
+from ... import _contract as contract
 from ...mechanisms import MECHANISMS, Argument, Mechanism
 from .hardware import hardware_of
 from .versions import not_interpreted, too_old
@@ -68,14 +60,14 @@ def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) ->
                     "which GPUs multiply from compute capability 8.0 on"
                 )
         if role == "gate" and looks_at_values(x):
-            check_gate(name, x)
+            contract.check_gate(name, x)
         if role == "strength" and looks_at_values(x):
-            check_strength(name, x)
+            contract.check_strength(name, x)
 
 
 def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device) -> None:
     """Check cu_seqlens, its device and, where `looks_at_values` says so, its values."""
-    check_cu_seqlens(cu_seqlens, B, T, values=isinstance(cu_seqlens, Tensor) and looks_at_values(cu_seqlens))
+    contract.check_cu_seqlens(cu_seqlens, B, T, values=isinstance(cu_seqlens, Tensor) and looks_at_values(cu_seqlens))
     if cu_seqlens is not None and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens: expected device {device}, got {cu_seqlens.device}")
 
@@ -102,12 +94,12 @@ def check_call(
     kind, S, cu_seqlens = MECHANISMS[mechanism or call.mechanism], call.initial_state, call.cu_seqlens
     given = {a.name: x for a in kind.arguments if (x := getattr(call, a.name)) is not None}
     sizes = check_inputs(kind, given, most or {})
-    check_scale(call.scale, sizes["K"])
+    contract.check_scale(call.scale, sizes["K"])
     device = next(iter(given.values())).device
     check_packed(cu_seqlens, sizes["B"], sizes["T"], device)
     if S is not None:
         N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
-        check_state("initial_state", S, state_shape(kind, sizes, N), device)
+        contract.check_state("initial_state", S, contract.state_shape(kind, sizes, N), device)
     for name, values in (choices or {}).items():
         if (value := getattr(call, name)) not in (None, *values):
             raise ValueError(f"{name}: expected one of {', '.join(values)} or None, got {value!r}")
@@ -124,7 +116,7 @@ def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]
         TypeError, ValueError: an argument is missing or does not fit; the message names it.
     """
     known = (*kind.arguments, *kind.states)
-    sizes = check_tensors(given, known, kind.multiples)
+    sizes = contract.check_tensors(given, known, kind.multiples)
     check_launch(given, known)
     for axis, size in most.items():
         if sizes[axis] > size:

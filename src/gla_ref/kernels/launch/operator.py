@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..._contract import check_scale, watched
+from ..._contract import check_number, watched
 from .checks import check_forward_only, check_only_backward
 from .program import Planned
 
@@ -102,7 +102,7 @@ def given(outputs: list[Tensor | None], like: Tensor) -> list[Tensor]:
 def attend(operator: Operator, call: NamedTuple) -> tuple[Tensor, Tensor]:
     """(o, final state) of a call of an operator of `with_state`; the scale may be any number, or None."""
     if call.scale is not None:
-        call = call._replace(scale=check_scale(call.scale, 1))
+        call = call._replace(scale=check_number(call.scale))
     o, S, *_ = operator(call)
     return o, S
 

@@ -26,8 +26,8 @@ from .. import hopper
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv, next_power_of_2
 from ..launch.program import Planned, of_parameters
-from . import delta_forward, gla_forward
-from .gla_forward import Readers
+from . import delta_forward
+from .gla_forward import Readers, begin
 from .kda_forward import prepare_all
 from .linear import add_up
 from .segments import carry_states, slots
@@ -79,6 +79,7 @@ def enter(messages, S, tag, rank, ranks, numbers, N, H, R, D, BD: tl.constexpr, 
 
     # compute
     for i in range(0, ranks - 1 - rank if REVERSE else rank):
+        # i_n * 0: a tensor, since Triton's interpreter gives an int for i
         i_m = i_n * 0 + (ranks - 1 - i if REVERSE else i)
         p = messages + i_m.to(tl.int64) * numbers + 1
         b_S *= tl.load(p + i_nh * R + o_d // (D // R), mask=m_d, other=0.0)
@@ -113,13 +114,15 @@ def plan_added(hardware: Hardware, call: Added) -> Plan:
         return draft.plan("portable", add_up(draft, k, v, g, backwards), None)
     if backwards:
         v, _ = draft.gradient_of_o(k, v, 1.0)
-    begin, refusal = gla_forward.begin, hopper.refusal_of_gradient if backwards else hopper.refusal
+    refusal, shared = hopper.refusal_of_gradient if backwards else hopper.refusal, begin(draft, k, v, None, 1.0, None)
     refused = refusal(hardware, call._replace(v=v))
     if not refused:
-        from ..hopper.gla_forward import begin  # not where Gluon is missing
-    shared = begin(draft, k, v, None, 1.0, None)
+        from ..hopper.gla_forward import on_hopper  # not where Gluon is missing
+
+        shared = on_hopper(shared)
     (B, T, H, K), V = k.shape, v.shape[-1]
-    L = shared.segment()
+    L, why = shared.segment()
+    draft.because(why)
     n = slots(B, T, None, L)
     S, decay = draft.new("S", n, H, K, V), draft.new("decay", n, H, K)
     shared.launch_walk(Readers(None, k, g=g), v, backwards, L, None, S, decay=decay)

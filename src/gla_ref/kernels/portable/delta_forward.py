@@ -20,8 +20,8 @@ diagonal the exponential may overflow, and a reset among future tokens must not 
 
 *Segments.* A chunk is an affine map of the state, S -> M S + X with M = e^(b_C) I - (e^(b_C - b) k)^T Y (beta e^b k).
 If heads are too few to fill the chip, the plan cuts sequences into segments. A first `walk` finds each segment's X,
-from a state of zeros, and M, whose columns walk like a state's from the unit matrix with values of 0; `carry` finds the
-state between segments; a second `walk` makes o.
+from a state of zeros, and M, whose columns walk like a state's from the unit matrix with values of 0; `carry_maps`
+finds the state between segments; a second `walk` makes o.
 
 *A gate per channel.* Kimi Delta Attention (kda_forward.py) has q e^b, k e^b and, to write, k e^(b_C - b) made before a
 walk, and e^(b_C) for each row of the state; `walk` takes these as q, k, `k_til` and `through`, and no other decay.
@@ -30,7 +30,7 @@ The kernels, and the number of programs of each (H value heads, N sequences)::
 
     solve      H * chunks              (1), and the decays that (2) and (3) need
     walk       V tiles * H * segments  (2) and (3) of a head's chunks; of segments first, V and K tiles
-    carry      V tiles * H * N         segments' states (few heads, large T)
+    carry_maps V tiles * H * N         segments' states (few heads, large T)
 
 A walk moves 2 C (2 K + 2 BV + 2 C) bytes per chunk (bf16) for 2 C (2 C BV + 3 K BV) FLOPs; neighbouring V tiles read
 the same tokens, mostly from L2. Limits: K <= 256, V <= 512; float32 (ieee products), float16, bfloat16.
@@ -47,16 +47,10 @@ import triton.language as tl
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
-from .scalar_gates import between, summed
+from .scalar_gates import between, chunk_length, summed
 from .segments import segment_length, sequences, slots, which_segment, which_sequence
 from .tiles import VARYING, load_tile, load_tokens, operand, pattern, patterns, product, store_tile, which_tile
 
-# by family and bits, the tokens of a chunk
-CHUNK = {
-    ("hopper", 16): 64, ("hopper", 32): 16,
-    ("ampere", 16): 32, ("ampere", 32): 16,
-    ("turing", 16): 16, ("turing", 32): 16,
-}
 # by family and bits, K up to: (BV, warps, stages) of a walk. These tiles are the largest that hardly spill
 # (tools/compile_kernels.py); times were not compared. 32 columns with 4 warps need 2 stages: with 1 stage and K > 128,
 # ptxas 12.8.93 (Triton 3.6) makes wrong descriptors for the products on sm_90, and the kernel reads other memory
@@ -343,7 +337,7 @@ def walk(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def carry(
+def carry_maps(
     part, S_in, S_out, cu, N, T, L, H, K, V,
     BK: tl.constexpr, BV: tl.constexpr, BJ: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
@@ -384,8 +378,8 @@ def carry(
 # The plan: the launches of a call.
 
 
-def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | None = None) -> tuple[str, int]:
-    """Return the path and the chunks per segment, by arguments as of `choose_path` (segments.py).
+def choose_path_by_maps(programs: int, chunks: int, multiprocessors: int, packed: int | None = None) -> tuple[str, int]:
+    """Return the path and the chunks per segment, by the arguments of `choose_path` (segments.py).
 
     A segment is walked twice, and the first walk has K more columns, so segments must be long, and at least four.
     """
@@ -395,16 +389,16 @@ def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | 
     return ("segmented", length) if length < chunks else ("fused", chunks)
 
 
-def carry_states(
+def launch_carry_maps(
     draft: Draft, part: Spec, S_in: Spec | None, S_out: Spec, cu: Spec | None, T: int, L: int, reverse: bool
 ) -> None:
-    """Launch `carry` over segments of L tokens; S_out [N, H, K, V] gets the state after each sequence."""
+    """Launch `carry_maps` over segments of L tokens; S_out [N, H, K, V] gets the state after each sequence."""
     (N, H, K, V), BV = S_out.shape, 16
     BK = max(16, next_power_of_2(K))
     # with 64 columns and K = 128 a thread spills 4,472 bytes on sm_80 (Triton 3.7 and 3.9), with 32 columns at most 20
     BJ = min(32 if draft.hardware.family == "ampere" else 64, BK)
     draft.launch(
-        carry, cdiv(V, BV) * H * N,
+        carry_maps, cdiv(V, BV) * H * N,
         part, S_in, S_out, cu, N, T, L, H, K, V,
         BK=BK, BV=BV, BJ=BJ, PACKED=cu is not None, REVERSE=reverse,
         num_warps=4, num_stages=1,
@@ -478,11 +472,12 @@ def begin(draft: Draft, q, k, v, cu, scale, path, rows: int, most: int = 64) -> 
     hardware, (B, T, heads, K), (H, V) = draft.hardware, q.shape, v.shape[2:]
     G, scale = H // heads, contract.check_scale(scale, K)
     cu, N, half = draft.contiguous(cu, torch.int32), sequences(B, cu), q.dtype != torch.float32
-    C, BK = min(most, CHUNK[hardware.family, 8 * q.dtype.itemsize]), max(64 if half else 16, next_power_of_2(K))
+    C, BK = min(most, chunk_length(hardware, q)), max(64 if half else 16, next_power_of_2(K))
     _, warps, stages = tiles(WALK, hardware, q.dtype, K=K)
     BV, least = columns_of_v(hardware, q, k, v)
     programs, chunks = cdiv(V, BV) * H * N, cdiv(T, C)
-    length = segment_length(draft, path, programs, chunks, N if cu else None, choose_path)
+    length, why = segment_length(hardware, path, programs, chunks, N if cu else None, choose_path_by_maps)
+    draft.because(why)
     if length > chunks and 3 * programs < 2 * hardware.multiprocessors and BV > least:
         BV = least
         draft.because(f"{BV} columns a program, so that more multiprocessors work")
@@ -554,7 +549,7 @@ def walks(call: DeltaCall, q, k, v, S_in: Spec | None, o="", S="", states="", wr
     if call.L <= call.T:
         part = draft.new("part", call.segments, H, K, V + K)
         launch_walk(call, q, k, v, None, part, maps=True)
-        carry_states(draft, part, S_in, S_T, call.cu, call.T, call.L, reverse=False)
+        launch_carry_maps(draft, part, S_in, S_T, call.cu, call.T, call.L, reverse=False)
         S_in, S_out = part, None
     o = draft.new(o, *v.shape, dtype=v.dtype) if o else None
     states = draft.new(states, call.chunks, H, K, V, dtype=call.kept) if states else None

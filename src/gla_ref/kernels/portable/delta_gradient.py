@@ -42,8 +42,8 @@ from .delta_forward import (
     SINCE,
     UNTIL,
     DeltaCall,
-    carry_states,
     factor,
+    launch_carry_maps,
     load_channels,
     load_first,
     load_whole_decay,
@@ -295,7 +295,7 @@ def walk_backwards(call: DeltaCall, q: Spec, k: Spec, do: Spec, R: Spec | None, 
     if call.L <= call.T:
         part = draft.new("part", call.segments, call.H, K, V + K)
         launch_walk_back(call, q, k, do, None, part, maps=True)
-        carry_states(draft, part, R, R_0, call.cu, call.T, call.L, reverse=True)
+        launch_carry_maps(draft, part, R, R_0, call.cu, call.T, call.L, reverse=True)
         R, R_out = part, None
     r = draft.new("r", *do.shape, dtype=call.kept)
     dstates = draft.new("dstates", call.chunks, call.H, K, V, dtype=call.kept)

@@ -50,7 +50,7 @@ from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from .segments import carry_states, segment_length, sequences, slots, which_segment
-from .tiles import STAY, VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+from .tiles import FLOOR, STAY, VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
 # by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
 # Hopper's tiles were fastest; lab/gla.md lists other tiles, and the reason that float32 is not pipelined.
@@ -240,8 +240,8 @@ def prepare(
 
 @triton.jit
 def clamped(b_g):
-    """Clamp gates for sums: e^-104 is 0 in float32, so -104 stands for all lower gates, -inf too."""
-    b_f = tl.maximum(b_g.to(tl.float32), -104.0, propagate_nan=tl.PropagateNan.ALL)
+    """Clamp gates for sums, at `FLOOR`."""
+    b_f = tl.maximum(b_g.to(tl.float32), FLOOR, propagate_nan=tl.PropagateNan.ALL)
     return b_f.to(tl.bfloat16) if b_g.dtype == tl.bfloat16 else b_f
 
 
@@ -420,15 +420,11 @@ class GlaCall(NamedTuple):
         fast = self.half and hardware.matrix_units and not hardware.interpreted
         return {"C": self.C, "PACKED": self.cu is not None, "FAST_SUMS": fast}
 
-    def segment(self) -> int:
-        """Tokens of a segment; more than T without segments."""
+    def segment(self) -> tuple[int, str]:
+        """(tokens of a segment, why); more than T without segments."""
         programs, packed = cdiv(self.V, self.BV) * self.H * self.N, self.N if self.cu else None
-        return self.C * segment_length(self.draft, self.path, programs, cdiv(self.T, self.C), packed)
-
-    @property
-    def in_one_go(self) -> bool:
-        """Whether each sequence is walked in one go, not in segments."""
-        return self.segment() > self.T
+        chunks, why = segment_length(self.draft.hardware, self.path, programs, cdiv(self.T, self.C), packed)
+        return self.C * chunks, why
 
     def by_engine(self, *tokens: Spec | None) -> bool:
         """Whether the copy engine loads these tensors."""
@@ -536,7 +532,8 @@ def walks(
     x = x if o else x._replace(q=None)
     o = draft.new(o, call.B, T, H, V, dtype=v.dtype) if o else None
     states = kept_states(call, states, v) if states else None
-    L = call.segment()
+    L, why = call.segment()
+    draft.because(why)
     if L > T:  # without segments each sequence is a slot, so S_in and S are indexed by slots too
         S = draft.new(S, call.N, H, K, V) if S else None
         call.launch_walk(x, v, reverse, L, S_in, S, o, states)

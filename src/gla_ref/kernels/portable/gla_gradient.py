@@ -29,18 +29,8 @@ import triton.language as tl
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
-from .gla_forward import (
-    begin,
-    begin_backward,
-    between,
-    chunk_decays,
-    clamped,
-    mend_strong,
-    readers,
-    sums,
-    to_border,
-    walks,
-)
+from . import gla_forward
+from .gla_forward import between, chunk_decays, clamped, sums, to_border
 from .segments import which_segment
 from .tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
 
@@ -170,13 +160,13 @@ def crossing(b_net, b_later, b_kept, b_g, FAST: tl.constexpr):
 def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, None, dS0); None for a tensor not given and a dg not needed. `starts` may be None."""
     draft, q, k, v, g, S = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.initial_state
-    shared = begin(draft, q, v, call.cu_seqlens, call.scale, call.path)
-    shared, do, R = begin_backward(shared, v, call.do, call.dS)
-    x, S_in = readers(shared, q, k, g), draft.contiguous(S, torch.float32)
-    S_all = walks(shared, x, v, S_in, states="states", starts=call.starts).states
+    shared = gla_forward.begin(draft, q, v, call.cu_seqlens, call.scale, call.path)
+    shared, do, R = gla_forward.begin_backward(shared, v, call.do, call.dS)
+    x, S_in = gla_forward.readers(shared, q, k, g), draft.contiguous(S, torch.float32)
+    S_all = gla_forward.walks(shared, x, v, S_in, states="states", starts=call.starts).states
     turned, R_0 = x._replace(q=x.k, k=x.q), "R_0" if S else ""
-    back = walks(shared, turned, do, R, o="dv", S=R_0, states="dstates", reverse=True)
-    mend_strong(shared, k, q, do, g, back.o, x.strong, reverse=True)
+    back = gla_forward.walks(shared, turned, do, R, o="dv", S=R_0, states="dstates", reverse=True)
+    gla_forward.mend_strong(shared, k, q, do, g, back.o, x.strong, reverse=True)
     dq, dk = draft.like("dq", q), draft.like("dk", k)
     dg = draft.like("dg", g) if call.need_dg else None
     B, warps, stages = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]

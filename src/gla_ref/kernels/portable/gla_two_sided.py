@@ -29,26 +29,14 @@ import triton.language as tl
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, next_power_of_2
-from .gla_forward import (
-    MEND,
-    WALK,
-    GlaCall,
-    Readers,
-    begin,
-    begin_backward,
-    between,
-    chunk_decays,
-    clamped,
-    kept_states,
-    prepared,
-    to_border,
-)
+from . import gla_forward
+from .gla_forward import GlaCall, Readers, between, chunk_decays, clamped, to_border
 from .gla_gradient import GRADIENTS, across, crossing, one_half, pairs
 from .segments import which_segment, which_sequence
 from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
 
 # as in gla_forward.py and gla_gradient.py, except tiles that would spill
-TILES = WALK | {
+TILES = gla_forward.WALK | {
     ("ampere", 16): {64: (16, 32, 4, 1, 1), 128: (16, 32, 4, 1, 1), 256: (16, 32, 8, 1, 1)}
 }
 GRADIENT_TILES = GRADIENTS | {("ampere", 16): (32, 8, 1)}
@@ -275,7 +263,7 @@ def launch_gradients(call: GlaCall, q, k, v, do, g, g_v, S, R, dq: str, dk: str,
 
 def start(draft: Draft, call) -> GlaCall:
     """Begin a call whose plan is `draft`."""
-    shared = begin(draft, call.q, call.v, call.cu_seqlens, call.scale, "fused", TILES)
+    shared = gla_forward.begin(draft, call.q, call.v, call.cu_seqlens, call.scale, "fused", TILES)
     draft.because("gates on values: each sequence in one go")
     return shared._replace(limit=shared.limit / 2)  # k'^T v' has the factors of both gates
 
@@ -284,7 +272,7 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     """Plan (o, final state, None)."""
     draft, q, k, v, g, g_v = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.g_v
     shared, S_in = start(draft, call), draft.contiguous(call.initial_state, torch.float32)
-    x, H, K, V, NV = prepared(shared, q, k, g), shared.H, shared.K, shared.V, tiles_of_v(shared)
+    x, H, K, V, NV = gla_forward.prepared(shared, q, k, g), shared.H, shared.K, shared.V, tiles_of_v(shared)
     # zeros: no program writes the flags of spare slots, or flags beyond the last tile of V
     strong = draft.new("strong_v", shared.chunks, H, NV, dtype=torch.int8, zero=True)
     o, S = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.N, H, K, V)
@@ -293,7 +281,7 @@ def plan_forward(hardware: Hardware, call) -> Plan:
         mend, cdiv(shared.chunks * H, 16),
         q, k, v, g, g_v, o, strong, shared.cu, *patterns(q, k, v, g, g_v, o),
         shared.N, shared.T, H, K, V, shared.scale, shared.chunks * H,
-        LEVELS=shared.levels, BK=min(MEND[hardware.family], shared.BK), BV=shared.BV, BN=16, NV=NV,
+        LEVELS=shared.levels, BK=min(gla_forward.MEND[hardware.family], shared.BK), BV=shared.BV, BN=16, NV=NV,
         **shared.same, num_warps=4, num_stages=1,
     )
     return draft.plan("portable", o, S, None)
@@ -302,9 +290,9 @@ def plan_forward(hardware: Hardware, call) -> Plan:
 def plan_backward(hardware: Hardware, call) -> Plan:
     """Plan (dq, dk, dv, dg, dg_v, dS0); None for a tensor not given and a dg not needed."""
     draft, q, k, v, g, g_v = Draft(hardware, *call), call.q, call.k, call.v, call.g, call.g_v
-    S, (shared, do, R) = call.initial_state, begin_backward(start(draft, call), v, call.do, call.dS)
-    x, S_in = prepared(shared, q, k, g), draft.contiguous(S, torch.float32)
-    states, dstates = (kept_states(shared, name, v) for name in ("states", "dstates"))
+    S, (shared, do, R) = call.initial_state, gla_forward.begin_backward(start(draft, call), v, call.do, call.dS)
+    x, S_in = gla_forward.prepared(shared, q, k, g), draft.contiguous(S, torch.float32)
+    states, dstates = (gla_forward.kept_states(shared, name, v) for name in ("states", "dstates"))
     R_0 = draft.new("R_0", shared.N, shared.H, shared.K, shared.V) if S else None
     launch_walk(shared, g_v, x, v, False, S_in, None, states=states)
     launch_walk(shared, g_v, x._replace(q=x.k, k=x.q), do, True, R, R_0, states=dstates)

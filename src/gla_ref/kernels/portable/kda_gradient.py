@@ -38,7 +38,7 @@ from .gla_forward import between, clamped, sums, to_border
 from .gla_gradient import across, one_half
 from .kda_forward import constants, from_middle, prepare_all, since_until
 from .segments import which_segment
-from .tiles import STAY, VARYING, load_tile, operand, patterns, store_tile, which_tile
+from .tiles import FLOOR, STAY, VARYING, load_tile, operand, patterns, store_tile, which_tile
 
 
 @triton.jit
@@ -146,14 +146,14 @@ def gradients(
 
 @triton.jit(do_not_specialize=(*VARYING, "n_programs"))
 def mend_gradients(
-    q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, s_q, s_k, s_g, s_do, s_d,
+    q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, s_q, s_k, s_g, s_do, s_d,
     n_flags, n_programs, N, T, H, G, scale,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
 ):
     """Add what hopper/kda_gradients.py leaves out: the own pairs of strong blocks; dg of closed gates becomes 0.
 
-    Ts, w, e [chunks * H, C, ...] are T, w and -dw of chunks, `weak` [chunks * H, C / 16, K] is 0 where pairs are left
-    out, `strong` [n_flags] is 1 for a chunk that has such blocks.
+    Ts, w, e [chunks * H, C, ...] are T, w and -dw of chunks, `is_mild` [chunks * H, C / 16, K] is 0 where pairs are
+    left out, `strong` [n_flags] is 1 for a chunk that has such blocks.
     """
     # which chunks: at most 64, most of them not strong, far apart since neighbours are often strong together
     i_0 = tl.program_id(0)
@@ -177,8 +177,8 @@ def mend_gradients(
                 b_raw = load_tile(g, s_g, i_b, i_h, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_q = load_tile(q, s_q, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
                 b_k = load_tile(k, s_k, i_b, i_h // G, o_t, stop, o_k, K, C, BK, False)  # [C, BK]
-                p_weak = weak + ((i_s * H + i_h).to(tl.int64) * (C // 16) + (i >> 4)) * K
-                left_out = tl.load(p_weak + (o_k + tl.arange(0, BK))[None, :]) == 0  # [C, BK]
+                p_mild = is_mild + ((i_s * H + i_h).to(tl.int64) * (C // 16) + (i >> 4)) * K
+                left_out = tl.load(p_mild + (o_k + tl.arange(0, BK))[None, :]) == 0  # [C, BK]
                 b_q, b_k = tl.where(left_out, b_q, 0.0).to(b_w.dtype), tl.where(left_out, b_k, 0.0).to(b_w.dtype)
                 b_dq, b_x = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
                 b_dk, b_dg = tl.zeros([C, BK], dtype=tl.float32), tl.zeros([C, BK], dtype=tl.float32)
@@ -191,19 +191,19 @@ def mend_gradients(
                 b_dk += load_tile(dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
                 store_tile(dq, b_dq, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
                 store_tile(dk, b_dk, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
-                if dg is not None:  # e^-104 is 0 in float32: no path crosses it
+                if dg is not None:  # no path crosses a gate below FLOOR
                     b_dg += load_tile(dg, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
-                    b_dg = tl.where(b_raw.to(tl.float32) < -104.0, 0.0, b_dg)
+                    b_dg = tl.where(b_raw.to(tl.float32) < FLOOR, 0.0, b_dg)
                     store_tile(dg, b_dg, s_d, i_b, i_h, o_t, stop, o_k, K, C, BK, False)
 
 
-def launch_mend(draft: Draft, q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, N: int, G: int, scale) -> None:
+def launch_mend(draft: Draft, q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, N: int, G: int, scale) -> None:
     """`mend_gradients`. At V = 64 older assemblers make products of 32 channels read unset registers (lab/known.md)."""
     n, C, (_, T, H, K), V = strong.shape[0], w.shape[1], dq.shape, do.shape[3]
     n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))
     draft.launch(
         mend_gradients, n_programs,
-        q, k, g, do, Ts, w, e, weak, strong, dq, dk, dg, cu, *patterns(q, k, g, do, dq),
+        q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, *patterns(q, k, g, do, dq),
         n, n_programs, N, T, H, G, scale,
         C=C, K=K, V=V, BK=32 if STAY or V > 64 else 64, PACKED=cu is not None, num_warps=4, num_stages=1,
     )

@@ -36,16 +36,10 @@ from torch import Tensor
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
-from .scalar_gates import between, gate_gradient, load_sums, running_sums
+from .scalar_gates import between, chunk_length, gate_gradient, load_sums, running_sums
 from .segments import carry_states, choose_path, segment_length, sequences, slots, which_segment, which_sequence
 from .tiles import STAY, VARYING, load_tile, operand, store_tile, strides, which_tile
 
-# by family and bits, the tokens of a chunk
-CHUNK = {
-    ("hopper", 16): 64, ("hopper", 32): 16,
-    ("ampere", 16): 32, ("ampere", 32): 16,
-    ("turing", 16): 16, ("turing", 32): 16,
-}
 # by family and bits, K up to: (BV, warps, stages). Hopper's tiles were fastest; lab/linear_attention.md lists other
 # tiles. The other classes' tiles are the largest that hardly spill, as tools/compile_kernels.py shows. K up to 512
 # serves dq and dk, whose walks have values for keys
@@ -216,10 +210,6 @@ def unwindable(call) -> bool:
     return call.g is None and call.q.dtype != torch.float32 and max(call.q.shape[-1], call.v.shape[-1]) <= 64
 
 
-def _chunk(hardware: Hardware, x: Spec) -> int:
-    return CHUNK[hardware.family, 8 * x.dtype.itemsize]
-
-
 class Walk:
     """The sizes, tiles, gates and direction that launches of `walk` over the same keys and values share."""
 
@@ -230,7 +220,7 @@ class Walk:
         self.draft, self.k, self.v, self.sums, self.cu = draft, k, v, sums, cu
         self.scale, self.reverse = scale, reverse
         (self.B, self.T, self.H, self.K), self.V = k.shape, v.shape[-1]
-        self.C, self.N = _chunk(draft.hardware, k), sequences(self.B, cu)
+        self.C, self.N = chunk_length(draft.hardware, k), sequences(self.B, cu)
         half = k.dtype != torch.float32
         self.BK = max(64 if half else 16, next_power_of_2(self.K))
         table = WALK if sums is None else GATED
@@ -242,7 +232,9 @@ class Walk:
     def segment(self, path: str | None) -> int:
         """Tokens of a segment; more than T without segments."""
         programs, packed = cdiv(self.V, self.BV) * self.H * self.N, self.N if self.cu else None
-        return self.C * segment_length(self.draft, path, programs, cdiv(self.T, self.C), packed)
+        chunks, why = segment_length(self.draft.hardware, path, programs, cdiv(self.T, self.C), packed)
+        self.draft.because(why)
+        return self.C * chunks
 
     def launch(self, L: int, q=None, o=None, S_in=None, S_out=None, states=None, decay=None) -> None:
         """Launch `walk` over segments of L tokens."""
@@ -308,7 +300,7 @@ def _walk(
 
 def add_up(draft: Draft, k: Spec, v: Spec, g: Spec | None, reverse: bool) -> Spec:
     """Find the final state [B, H, K, V] from zeros, without outputs."""
-    sums = None if g is None else running_sums(draft, g, None, _chunk(draft.hardware, k))
+    sums = None if g is None else running_sums(draft, g, None, chunk_length(draft.hardware, k))
     x = Walk(draft, None, k, v, sums, None, 1.0, reverse)
     L, S = x.segment(None), draft.new("S", x.N, x.H, x.K, x.V)
     if L <= x.T:
@@ -323,7 +315,7 @@ def _unwind(
     cu: Spec | None, scale: float,
 ) -> tuple[Spec, Spec, Spec, Spec | None]:
     """Make (dq, dk, dv, dS0) from the final state S and its gradient R; dS0, the initial state's, only `with_dS0`."""
-    (_, T, H, K), V, C = k.shape, v.shape[-1], _chunk(draft.hardware, k)
+    (_, T, H, K), V, C = k.shape, v.shape[-1], chunk_length(draft.hardware, k)
     dq, dk, dv = (draft.like(f"d{x.name}", x) for x in (q, k, v))
     dS0 = draft.like("dS0", S) if with_dS0 else None
     engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v, do))
@@ -344,7 +336,7 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])  # in the backward pass V and K change places
     scale = contract.check_scale(call.scale, q.shape[-1])
     S, cu = draft.contiguous(call.initial_state, torch.float32), draft.contiguous(call.cu_seqlens, torch.int32)
-    sums = None if call.g is None else running_sums(draft, call.g, cu, _chunk(hardware, q))
+    sums = None if call.g is None else running_sums(draft, call.g, cu, chunk_length(hardware, q))
     walked = _walk(draft, q, call.k, v, sums, S, cu, scale, call.path, "o", "S_T")
     return draft.plan("portable", walked.o, walked.S, sums, walked.starts)
 
@@ -354,7 +346,7 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     draft, q, k, v, g = Draft(hardware, *call), call.q, call.k, call.v, call.g
     sums, path, need_dg = call.sums, call.path, call.need_dg
     tiles(WALK, hardware, q.dtype, K=q.shape[-1], V=v.shape[-1])
-    C, scale = _chunk(hardware, q), contract.check_scale(call.scale, q.shape[-1])
+    C, scale = chunk_length(hardware, q), contract.check_scale(call.scale, q.shape[-1])
     S, cu = draft.contiguous(call.initial_state, torch.float32), draft.contiguous(call.cu_seqlens, torch.int32)
     dS = draft.contiguous(call.dS)
     do, scale = draft.gradient_of_o(q, call.do, scale)

@@ -12,12 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Spec, cdiv, next_power_of_2
 from .segments import sequences, slots, which_segment
 from .tiles import VARYING, load_tile, load_tokens, operand
 
 # strides of gates [B, T, H] change with T, even modulo 16; Triton would specialise on strides in a tuple all the same
 VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh", "s_db", "s_dt", "s_dh")
+# by family and bits, the tokens of a chunk in linear.py and delta_forward.py; 16 elsewhere
+CHUNK = {("hopper", 16): 64, ("ampere", 16): 32}
 
 
 @triton.jit(do_not_specialize=VARIABLE)
@@ -127,6 +130,10 @@ def gate_gradient(
     b_dg = tl.where(b_g == float("-inf"), 0.0, b_dg * scale)
     p_dg = dg + i_b.to(tl.int64) * s_db + o_r.to(tl.int64) * s_dt + i_h.to(tl.int64) * s_dh
     tl.store(p_dg, b_dg.to(dg.dtype.element_ty), mask=o_r < stop)
+
+
+def chunk_length(hardware: Hardware, x: Spec) -> int:
+    return CHUNK.get((hardware.family, 8 * x.dtype.itemsize), 16)
 
 
 def running_sums(draft: Draft, g: Spec, cu: Spec | None, C: int) -> Spec:

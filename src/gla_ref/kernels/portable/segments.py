@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Spec, cdiv, next_power_of_2
 from .tiles import VARYING, which_tile
 
@@ -119,14 +120,12 @@ def choose_path(programs: int, chunks: int, multiprocessors: int, packed: int | 
 
 
 def segment_length(
-    draft: Draft, path: str | None, programs: int, chunks: int, packed: int | None, choose=choose_path
-) -> int:
-    """Return the chunks of a segment on the path, by default that of `choose`; without segments, one too many."""
-    chosen, length = choose(programs, chunks, draft.hardware.multiprocessors, packed)
-    who = "it was asked for" if path else f"{programs} programs for {draft.hardware}"
+    hardware: Hardware, path: str | None, programs: int, chunks: int, packed: int | None, choose=choose_path
+) -> tuple[int, str]:
+    """Return (chunks of a segment on the path, by default that of `choose`, why); without segments, one too many."""
+    chosen, length = choose(programs, chunks, hardware.multiprocessors, packed)
+    who = "it was asked for" if path else f"{programs} programs for {hardware}"
     if (path or chosen) != "segmented":
-        draft.because(f"each sequence in one go: {who}")
-        return chunks + 1
+        return chunks + 1, f"each sequence in one go: {who}"
     length = length if chosen == "segmented" else cdiv(chunks, 3)  # asked for: three segments
-    draft.because(f"each sequence in segments of {length} of its {chunks} chunks: {who}")
-    return length
+    return length, f"each sequence in segments of {length} of its {chunks} chunks: {who}"

@@ -13,11 +13,12 @@ VARYING = ("N", "T", "L", "H", "n_flags", "reverse")
 # whether a walk's descriptors of products stay in its loop: by 3.9 those taken out are spilled; left there, 3.6.0's
 # assembler makes them of registers that nothing has set (lab/linear_attention.md)
 STAY = tl.constexpr(release() >= (3, 9))
+FLOOR = tl.constexpr(-104.0)  # e^-104 is 0 in float32, so this gate stands for all lower gates, -inf too
 
 
 @triton.jit
 def stride(s, axis: tl.constexpr):
-    """The stride of an axis, from a tensor's strides or from `patterns`."""
+    """The stride of an axis, from a tensor's strides or from a `pattern`: 16 n + 8 of five numbers stands for n."""
     return s[axis] >> 4 if len(s) == 5 and axis < 3 else s[axis]
 
 
