@@ -127,7 +127,7 @@ BROKE = failure("c", "breaks", message=f"{ERROR}; after that, nothing runs on cu
     [
         (row(True), "right", "right", {"✓"}),
         (row(True, not_covered={"dq": 3}), "right", "no gradient", {"–"}),
-        (row(False, REFUSED, OFF), "refuses", "off", {">refuses<", ">1.5×<"}),
+        (row(False, REFUSED, OFF), "refuses", "off", {">✓ (refuses)<", ">1.5×<"}),
         (row(False, OFF, FAR, MADE), "right", "wrong", {">15× (50×)<"}),
         (row(False, MADE), "right", "off", {">✓ (50×)<"}),
         (row(False, OFF, NAN, REFUSED), "refuses", "NaN", {">NaN<"}),

@@ -218,9 +218,9 @@ def _cell(row: Row | None, direction: str) -> str:
         plain, made = (_extent([f for f in found if row.made(f["case"]) == flag]) for flag in (False, True))
         said = (plain or "✓") + f" ({made})" * (made not in ("", plain)) + " …" * (not row.finished)
     else:
-        said = {"right": "✓", "no gradient": "–", "undecided": "…"}.get(verdict, verdict)
+        said = {"right": "✓", "refuses": "✓ (refuses)", "no gradient": "–", "undecided": "…"}[verdict]
     said += " CPU" * (row.gpu == "CPU")
-    kind = {"right": "right", "refuses": "refused", "off": "refused"}.get(verdict, "wrong" * (verdict in WRONG))
+    kind = {"right": "right", "refuses": "right", "off": "refused"}.get(verdict, "wrong" * (verdict in WRONG))
     if verdict in WRONG:
         return f'<a class="{kind}" style="color: inherit" href="#{_place(row)}">{said}</a>'
     return f'<span class="{kind}" title="{verdict}; cases: {escape(row.state)}">{said}</span>'
@@ -295,8 +295,10 @@ def _lines(row: Row) -> str:
 
     found = [f for f in row.failures if _verdict(f) != "refuses"]
     shrunken = row.record["smallest"] if row.failures[0] is found[0] else ""
-    lines = [shrunken.replace("# fn: the function that was checked", load) or again(max(found, key=_budgets)["case"])]
-    breaks = [f"# breaks the process:\n{again(f['case'])}" for f in found if _verdict(f) == "breaks"]
+    worst = max(found, key=_budgets)["case"]
+    lines = [shrunken.replace("# fn: the function that was checked", load) or again(worst)]
+    breaks = [f["case"] for f in found if _verdict(f) == "breaks" and (shrunken or f["case"] != worst)]
+    breaks = [f"# breaks the process:\n{again(case)}" for case in breaks]
     return "\n\n".join(lines + breaks[:1])
 
 
