@@ -93,7 +93,7 @@ def test_every_function_has_a_row_in_who_passes(recorded, monkeypatch):
     assert [(row.function, row.dtype) for row in rows] == wanted
     table, folds, refused = (make(rows) for make in (who_passes.matrix, who_passes.details, who_passes.refusals))
     for row in rows:
-        assert f">{row.function}</th>" in table.replace("<wbr>", "") and f"<td>{row.name}" in who_passes.runs(rows)
+        assert f">{row.function}</th>" in table.replace("<wbr>", "")
         found = {row.verdict("forward"), row.verdict("backward")}
         assert (f"<b>{row.name}</b>" in folds) == bool(found & {*who_passes.WRONG})
         assert "refuses" not in found or f">{row.name}<" in refused

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .. import results
 from ..compat.libraries import FUNCTIONS
 
-__all__ = ["WRONG", "Row", "claimed", "claims", "details", "family", "matrix", "refusals", "rows", "runs", "verdicts"]
+__all__ = ["WRONG", "Row", "claimed", "details", "family", "matrix", "refusals", "rows", "verdicts"]
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # a direction's verdicts, the worst first
@@ -221,9 +221,11 @@ def _cell(row: Row | None, direction: str) -> str:
         said = {"right": "✓", "refuses": "✓ (refuses)", "no gradient": "–", "undecided": "…"}[verdict]
     said += " CPU" * (row.gpu == "CPU")
     kind = {"right": "right", "refuses": "right", "off": "refused"}.get(verdict, "wrong" * (verdict in WRONG))
+    r = {"triton": "", "commit": ""} | (row.record or {})
+    tip = f"{verdict}; cases: {row.state}; {row.gpu}, Triton {r['triton']}, {r['commit'][:8]}"
     if verdict in WRONG:
-        return f'<a class="{kind}" style="color: inherit" href="#{_place(row)}">{said}</a>'
-    return f'<span class="{kind}" title="{verdict}; cases: {escape(row.state)}">{said}</span>'
+        return f'<a class="{kind}" title="{escape(tip)}" style="color: inherit" href="#{_place(row)}">{said}</a>'
+    return f'<span class="{kind}" title="{escape(tip)}">{said}</span>'
 
 
 def _extent(failures: list[dict]) -> str:
@@ -235,34 +237,6 @@ def _extent(failures: list[dict]) -> str:
 
 def _place(row: Row) -> str:
     return re.sub(r"\W+", "-", row.name)
-
-
-def runs(rows: list[Row]) -> str:
-    """Return, folded, a line for each check: its GPU, cases, Triton and commit."""
-    lines = []
-    for row in rows:
-        r, name = row.record or {}, row.name + " forward" * bool(row.whole)
-        where = name, row.gpu.removeprefix("NVIDIA "), row.state, row.left or ""
-        lines.append(_line(*where, r.get("triton", ""), r.get("commit", "")[:7]))
-    table = _table(("check", "on", "cases", "left out", "Triton", "commit"), lines)
-    table = table.replace("<table", '<table style="white-space: nowrap"', 1)
-    return f"<details><summary>What was run</summary>{table}</details>"
-
-
-def claims() -> str:
-    """Return, folded, the functions by claim and by the claim's place."""
-    by = {}
-    for name, it in FUNCTIONS.items():
-        # which gates there are at most is the kit's choice
-        claim = re.sub("(, )?gates down to -1000", "", it.claim).removeprefix(", ") or "everything"
-        by.setdefault((claim, it.source), []).append(name)
-    lines = [_line(claim, ", ".join(names), source) for (claim, source), names in by.items()]
-    table = _table(("claims", "functions", "according to"), lines)
-    return f"<details><summary>The claims of {len(FUNCTIONS)} functions</summary>{table}</details>"
-
-
-def _line(*cells: object) -> str:
-    return "<tr>" + "".join(f"<td>{escape(str(x))}</td>" for x in cells) + "</tr>"
 
 
 def _table(head: tuple[str, ...], lines: list[str]) -> str:
