@@ -18,7 +18,7 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # a direction's verdicts, the worst first
 VERDICTS = "breaks", "NaN", "wrong", "off", "refuses", "right", "no gradient", "undecided"
 WRONG = VERDICTS[:4]
-NEAR = 10  # budgets: below it, and on inputs made against kernels, a wrong number is only "off"
+NEAR = 10  # budgets: below it, and on adversarial inputs, a wrong number is only "off"
 PLAIN = "zero", "-1e-4", "logsigmoid/16", "-0.2", "-1"  # gates as a model's may be
 BREAKS = {"breaks", "hangs"}  # kinds of failures after which the process is lost
 REFUSES = {"raises", "none", "type", "shape", "dtype", "device"}  # without a number to judge
@@ -84,7 +84,7 @@ class Row(NamedTuple):
         return found
 
     def made(self, case: str) -> bool:
-        """Whether a case has inputs made against kernels: strong or mixed gates, a loud passage, no positive scale."""
+        """Whether a case has adversarial inputs: strong or mixed gates, a loud passage, no positive scale."""
         c = _cases(FUNCTIONS[self.function].mechanism).get(case)
         return c is not None and bool(c.loud or c.gate not in PLAIN or (c.scale is not None and c.scale <= 0))
 
@@ -216,9 +216,14 @@ def _cell(row: Row | None, direction: str) -> str:
     if verdict in WRONG:
         found = [f for f in row.failures if _direction(f) == direction and _verdict(f) != "refuses"]
         plain, made = (_extent([f for f in found if row.made(f["case"]) == flag]) for flag in (False, True))
-        said = (plain or "✓") + f" ({made})" * (made not in ("", plain)) + " …" * (not row.finished)
+        said = " ".join(filter(None, (plain, f"({made})" * (made not in ("", plain)), "…" * (not row.finished))))
     else:
-        said = {"right": "✓", "refuses": "✓ (refuses)", "no gradient": "–", "undecided": "…"}[verdict]
+        said = {
+            "right": "✓",
+            "refuses": "✓ (refuses)",
+            "no gradient": "–",
+            "undecided": row.state if "/" in row.state else "…",
+        }[verdict]
     said += " CPU" * (row.gpu == "CPU")
     kind = {"right": "right", "refuses": "right", "off": "refused"}.get(verdict, "wrong" * (verdict in WRONG))
     r = {"triton": "", "commit": ""} | (row.record or {})
