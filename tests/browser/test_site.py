@@ -256,7 +256,7 @@ def test_icons_are_drawn(visit):
 
 def test_wide_listings_use_the_margin(visit):
     tab = visit.tab
-    tab.goto(url("book/conformance"))
+    tab.goto(url("book/benchmarks"))
     tab.locator("details").evaluate_all("folds => folds.forEach(fold => (fold.open = true))")
     tab.wait_for_selector("table.wide")
     right = tab.evaluate("document.querySelector('.bd-article').getBoundingClientRect().right")
