@@ -305,7 +305,7 @@ def test_new_times_of_a_version_replace_those_of_the_same_cases():
 
 def test_a_row_names_its_assembler(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert run.assembler() == "13.4.59"  # of the pinned Triton: the second in its wheel
+    assert run.assembler() == "13.4.59"  # the second ptxas in the pinned wheel
 
 
 @pytest.mark.deep

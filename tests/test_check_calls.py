@@ -178,7 +178,7 @@ def changed(change=lambda x: {}, mechanism="linear_attention", result=lambda x, 
 
 
 def one(name, change, mechanism="linear_attention"):
-    """A right form on arguments of which one is changed."""
+    """A right form with one argument changed."""
     return changed(lambda x: {name: change(x[name])}, mechanism)
 
 

@@ -218,7 +218,7 @@ def nudged(q, k, v, **named):
     return LINEAR(q, backward(k, nudge), v, **named)
 
 
-# mechanisms, and what is said of wrong kernels
+# mechanisms, and sentences on wrong kernels
 
 SOFTMAX, UNGATED, SIMPLE_GLA, GATED_DELTA = "softmax_attention", "linear_attention", "simple_gla", "gated_delta_rule"
 STATE, SUMS = "initial state ignored", "running sum of gates in bfloat16"

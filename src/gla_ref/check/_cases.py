@@ -31,7 +31,7 @@ LAST = 16 * C + SUB + 1  # tokens of a long sequence
 PACKED = {"B": 1, "T": 130, "ends": (0, 0, 33, 33, 40, 120, 130, 130)}
 STRONG_SIZES = {"B": 1, "H": 4, "K": 8, "V": 4, "T": 6 * C}  # cases of equal sizes are worked out side by side
 KEYS = ("k", "k_cache")  # tensors of size 1 whatever size the others have
-OPTIONAL = {  # what a kernel may refuse: by the role of the input that has another dtype, by strides or as `optional`
+OPTIONAL = {  # inputs that a kernel may refuse: by the role of one of another dtype, by strides or as `optional`
     "gate": "gates in float32",
     "strength": "strengths in float32",
     "state": "a state of float64",
@@ -244,7 +244,7 @@ def of_calls(kind: Kind) -> list[Case]:
 
 
 def of_caches() -> list[Case]:
-    """Steep scores, of which a row's first few may all lie below what exp can hold, one among many, and long caches."""
+    """Steep scores, a row's first few maybe all below exp's range; one high score among many; long caches."""
     return [
         Case("steep", scale=300.0, state=False),
         Case("steep and negative", scale=-300.0, state=False),

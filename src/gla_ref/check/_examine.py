@@ -32,9 +32,9 @@ from .oracle import Problem, numbers, problems, shape
 
 Progress = Callable[[int, int, str], None]  # (cases done, cases in all, name of the next)
 LONE = 3  # failing cases that are run again, each in a process of its own
-WAYS = {"no_grad": NO_GRAD}  # calls that keep nothing for a backward pass, of which a kernel may keep something
+WAYS = {"no_grad": NO_GRAD}  # calls without a backward pass, from which a kernel may still keep something
 PASSES = 77  # how a process ends in which a case passes: 0 also ends one whose module leaves before
-VERDICT = f"raise SystemExit({PASSES} if {{}}.ok else 1)"  # of a call of the kit
+VERDICT = f"raise SystemExit({PASSES} if {{}}.ok else 1)"  # a call of the kit stands in the braces
 BREAKS, BROKE = 5, "breaks"  # processes that a kernel may break before the rest of its cases is left; such a finding
 UNTRIED = "cases after those that broke their processes"
 ORACLE_THREADS = 2  # threads that work out problems
@@ -47,7 +47,7 @@ class Posed:
 
     rows: list[Row]
     problem: Problem | None = None
-    results: Results | None = None  # what the kernel made of it
+    results: Results | None = None  # the kernel's
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def by_verdict(report: Report) -> tuple[list[Case], list[Case]]:
 
 
 def in_common(report: Report, kind: Kind) -> list[str]:
-    """Sentences on what all failing cases have, if several fail."""
+    """Sentences on the traits that all failing cases share, if several fail."""
     sides = by_verdict(report)
     wrong = [*dict.fromkeys(row.quantity for row in report.failures if row.error is not None)]
     gates = by_gates(*sides, wrong) if kind.named("gate") and not report.alone else ""

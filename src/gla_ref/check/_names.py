@@ -125,7 +125,7 @@ def distance(m: Mistake, s: Seen, name: str, made: Tensor) -> float:
     p, x, exact, places = s.problem, s.given[name], s.problem.exact[name], s.wrong[name]
     if m.right_on_paper:
         kernel, mistake = in_budgets(p, name, x), in_budgets(p, name, made)
-        if math.isinf(mistake):  # which elements are not finite depends on how tiles are masked
+        if math.isinf(mistake):  # how tiles are masked decides the elements that are not finite
             return 1.0 if m.overflow or math.isinf(kernel) else math.inf
         return kernel / max(1.0, AS_WRONG * mistake)
     if name in gates(p.kind):  # some kernels mask the gradient of a gate of -inf, others leave there what cancels
@@ -256,7 +256,7 @@ def likenesses(m: Mistake, s: Seen, names: Sequence[str], made: dict[str, Tensor
 
 
 def excesses(m: Mistake, s: Seen, made: dict[str, Tensor]) -> Iterator[Excess]:
-    """What the mistake makes wrong, whatever the kernel does."""
+    """Results that the mistake makes wrong, whatever the kernel does."""
     p = s.problem
     for n in (n for n in s.given if made[n] is not None):
         if m.right_on_paper:
@@ -326,7 +326,7 @@ def inseparable(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bo
     return True
 
 
-Calls = Sequence[Seen]  # that failed, or passed
+Calls = Sequence[Seen]  # all failed, or all passed
 Ask = Callable[[Case], Seen | None]  # one more call of the kernel; None where it gives nothing
 
 

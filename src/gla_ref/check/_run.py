@@ -224,7 +224,7 @@ class Trial:
             return {n: y if y is None else y.to("cpu", copy=True) for n, y in results.items()}
 
     def attempt(self, gradients: bool, options: dict) -> Results | Finding:
-        """The same within its time, or the finding that it gives instead."""
+        """The call's results within its time, or the finding that it gives instead."""
         return attempt(self.kernel.seconds, self.run, gradients, options)
 
     def as_usual(self) -> Results | Finding:
@@ -315,7 +315,7 @@ class Trial:
         return [n for n, x in due.items() if not right(n, x) and right(n, usual[n])]
 
     def blamed(self, way: Way, usual: Results, names: list[str]) -> list[str]:
-        """Those of wrong quantities that the control call of the way, if it has one, makes right."""
+        """Wrong quantities that the control call of the way, if it has one, makes right."""
         if not names or not way.control:
             return names
         control = self.attempt(way.gradients, way.control)

@@ -188,7 +188,7 @@ def by_gates(failing: Sequence[Case], passing: Sequence[Case], names: Sequence[s
 
 
 def traits(failing: Sequence[Case], passing: Sequence[Case]) -> tuple[list[str], list[str]]:
-    """What only failing cases have, all of them; and what all of them have and hardly share by chance."""
+    """Traits that all failing cases have: those that no other has, and those that they hardly share by chance."""
     only, also = [], []
     if not passing:
         return only, also

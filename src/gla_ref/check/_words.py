@@ -69,7 +69,7 @@ def company(report: Report) -> str:
 
 
 def only_when(when: str, kept: bool = False) -> str:
-    """What is wrong in one way of calling, right in the usual one; or, if something is `kept`, right the first time."""
+    """Words for a result wrong in one way of calling, right in the usual one; or, if `kept`, right the first time."""
     kept_from = "as the first such call of a new process: something is kept between calls"
     return f"wrong {when}, right {kept_from if kept else 'otherwise'}"
 
@@ -309,7 +309,7 @@ def legend() -> str:
 
 
 def paragraphs(*said: str) -> Iterator[str]:
-    """Those of the sentences that are not empty."""
+    """The sentences that are not empty."""
     yield from (f"<p>{escape(line)}</p>" for line in said if line)
 
 

@@ -600,7 +600,7 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     L, _ = shared.segment()
     n = slots(shared.B, shared.T, shared.cu, L)
     R_in, R_out = R, R_0
-    if L <= shared.T:  # what each segment adds to R, then what each begins with
+    if L <= shared.T:  # first each segment's share of R, then the R that it begins with
         ends, decay = draft.new("ends", n, shared.H, shared.K, shared.V), draft.new("decay", n, shared.H, shared.K)
         R_0 = R_0 or draft.new("R_0", shared.N, shared.H, shared.K, shared.V)
         shared.launch_walk(Readers(None, q, g=g), do, True, L, None, ends, decay=decay)
