@@ -655,10 +655,11 @@ def test_no_gate_lies_between_a_token_and_itself():
 
 
 @on_hopper
-@pytest.mark.parametrize("kind", ("last token", "first token", "dead channel", "one key"))
-def test_inputs_made_against_the_kernels_of_kda(kind):
-    """A state handed on at every border, a channel at -inf among zeros, one key throughout at strength 2."""
-    x = against(kind)
+@pytest.mark.parametrize("V", (64, 128))
+@pytest.mark.parametrize("kind", ("last token", "first token", "dead channel", "one key", "open beside closed"))
+def test_inputs_made_against_the_kernels_of_kda(kind, V):
+    """A state handed on at every border, a channel at -inf among zeros, one key at strength 2, e^-90 at every 16th."""
+    x = against(kind, V=V)
     x, judged = budgets("kda", x, {n: F32 if n in ("S", "dS", "g", "beta") else BF16 for n in x})
     for way in ("kda fused", "kda segmented", "kda gradient"):
         found = made(way, x)
@@ -675,6 +676,8 @@ def against(kind, B=1, T=1000, H=2, K=128, V=64):
     x |= {"do": normal(B, T, H, V), "dS": normal(B, H, K, V)}
     if kind == "dead channel":
         x["g"][..., 7] = -math.inf
+    elif kind == "open beside closed":  # pairs on each side are whole, and in a strong block
+        x["g"][:, 8::16] = -90.0
     elif kind == "one key":
         x["k"] = (normal(B, 1, H, K).sign() / 8 * (torch.arange(K) < 64)).expand(k.shape)  # length 1, exactly
         x["beta"] = torch.full((B, T, H), 2.0, dtype=F64)

@@ -198,14 +198,14 @@ def mend_gradients(
 
 
 def launch_mend(draft: Draft, q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, N: int, G: int, scale) -> None:
-    """`mend_gradients`. At V = 64 older assemblers make products of 32 channels read unset registers (lab/known.md)."""
+    """`mend_gradients`. Older assemblers misplace operands of products of 32 channels (lab/known.md)."""
     n, C, (_, T, H, K), V = strong.shape[0], w.shape[1], dq.shape, do.shape[3]
     n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))
     draft.launch(
         mend_gradients, n_programs,
         q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, *patterns(q, k, g, do, dq),
         n, n_programs, N, T, H, G, scale,
-        C=C, K=K, V=V, BK=32 if STAY or V > 64 else 64, PACKED=cu is not None, num_warps=4, num_stages=1,
+        C=C, K=K, V=V, BK=32 if STAY else 64, PACKED=cu is not None, num_warps=4, num_stages=1,
     )
 
 
