@@ -77,11 +77,11 @@ def test_arrivals_before_warps_have_met_are_found():
     assert len(unmet("\n".join([role, met, store, threads, arrive]))) == 1  # one of four
 
 
-def test_uniform_registers_that_nothing_has_set_are_found():
-    unset_in = pytest.importorskip("sass", reason="needs Triton").unset_in
+def test_registers_that_nothing_or_another_use_has_set_are_found():
+    wrong_in = pytest.importorskip("sass", reason="needs Triton").wrong_in
 
     def places(code):
-        return [text[:4] for text in unset_in(code)]
+        return [text[:4] for text in wrong_in(code)]
 
     assert not places(SASS)
     assert places(SASS.replace("ULDC.64 UR4", "ULDC UR4")) == ["0070"]  # half of an address
@@ -103,6 +103,12 @@ def test_uniform_registers_that_nothing_has_set_are_found():
     # predicates may be written too
     both = SASS.replace("UMOV UR8, 0x100", "R2UR.OR P2, UR8, R9")
     assert not places(both) and places(both.replace("P2, UR8, R9", "P2, UR9, R9")) == ["0040", "0050"]
+    # a thread's number, by way of its memory; a warp's number is the same in its threads
+    way = ["S2R R3, SR_TID.X", "STL [R1+0x8], R3", "LDL.64 R8, [R1+0x8]", "IADD3 R8, R8, 0x40, RZ", "R2UR UR8, R8"]
+    lines = [f"        /*00a{n}*/                   {x} ;" for n, x in enumerate(way)]
+    assert places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"]))) == ["0050"]
+    lines[3] = lines[3].replace("IADD3 R8, R8, 0x40, RZ", "SHF.R.U32.HI R8, RZ, 0x5, R8")
+    assert not places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"])))
 
 
 def test_what_is_built_is_fresh_while_sources_and_results_stay(tmp_path):
@@ -208,7 +214,7 @@ sys.path[:0] = ["tools", "src"]
 import compile_kernels as tool
 name = "gla 128 bfloat16"
 marks, left = tool.changed(90, [name], set())
-assert marks[name] and not left and tool.changed(90, [name], set(marks[name])) == ({name: []}, 0)
+assert marks[name] and not left and tool.changed(90, [name], set(marks[name])) == ({name: {}}, 0)
 launch = tool.launches(90, name)[0]
 mark = tool.fingerprint(launch, 90)
 assert mark in marks[name] and tool.fingerprint(launch, 80) != mark
@@ -220,7 +226,9 @@ marks, left = tool.changed(90, [name], set())
 assert len(marks[name]) == 1 and left > 0
 every = tool.distinct(90, [*tool.CASES])
 kinds = tool.distinct(90, [*tool.CASES], kinds=True)
-kernels = lambda found: {(x.kernel, x.given("REVERSE")) for own in found.values() for x in own.values()}
+launches = {name: tool.launches(90, name) for name, own in every.items() if own}
+chosen = lambda found: [launches[name][n] for name, own in found.items() for _, n in own.values()]
+kernels = lambda found: {(x.kernel, x.given("REVERSE")) for x in chosen(found)}
 assert kernels(kinds) == kernels(every) and sum(map(len, kinds.values())) < sum(map(len, every.values())) / 2
 tool.LAUNCHES = tool.Path("none.json")
 sys.argv[1:] = ["--changed", "--arch", "90"]

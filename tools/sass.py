@@ -1,8 +1,9 @@
-"""Read what the assembler made of a kernel (SASS): uniform registers that are read before anything has set them.
+"""Read what the assembler made of a kernel (SASS): uniform registers read before anything has set them, and products
+whose operands lie where a thread's number says.
 
 ptxas 12.8.93 makes such code for sm_90 of some products whose operands lie in the same place in every round. Then a
-product's descriptors, which say where its operands are, depend on what an earlier program has left in the registers
-(lab/known.md). No other check of a compiled kernel sees that, and on a GPU the results are right most of the time.
+product's descriptors, which say where its operands are, depend on what an earlier program has left in the registers, or
+on another use of a register (lab/known.md). No other check of a compiled kernel sees that.
 """
 
 import re
@@ -20,45 +21,55 @@ LABEL = re.compile(r"^(\S+):")
 WRITERS = ("R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "CREDUX", "ELECT", "LDCU")
 # and those beginning with U that write none
 SILENT = ("UTMA", "UBLK", "UCGABAR", "USETMAXREG")
+# instructions that write no register of a thread, and those that write what is the same in a warp, or read from memory
+STORES = ("ST", "RED", "BAR", "BRA", "BRX", "BS", "WARP", "MEMBAR", "EXIT", "NOP", "DEPBAR", "SYNCS", "FENCE", "CCTL")
+COMMON = ("LD", "ATOM", "SHFL", "VOTE", "MATCH", "CS2R", "S2UR", "S2R")
 
 
 class Instruction(NamedTuple):
-    """One instruction: uniform registers that it reads and writes, labels that it may go to, whether it may go on."""
+    """One instruction; its registers are R4, UR8, or M16 for four bytes of a thread's memory."""
 
     text: str
-    reads: frozenset[int]
-    writes: frozenset[int]
-    targets: tuple[str, ...]
+    reads: frozenset[str]
+    writes: frozenset[str]
+    places: frozenset[str]  # those it reads that say where a product's operands are
+    differs: bool | None  # whether the threads of a warp write different numbers; None: if they read such
+    guarded: bool
+    targets: tuple[str, ...]  # labels that it may go to
     goes_on: bool
 
 
-def unset(cubin: bytes) -> list[str]:
-    """Instructions of a compiled kernel that read a uniform register which no instruction has set on some way there."""
+def wrong(cubin: bytes) -> list[str]:
+    """Instructions of a compiled kernel that read what nothing has set, or find operands by a thread's number."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         sass = subprocess.run([DISASSEMBLER, "-c", path], check=True, capture_output=True, text=True).stdout
-    return [text for section in sass.split("\t.section\t.text.")[1:] for text in unset_in(section)]
+    return [text for section in sass.split("\t.section\t.text.")[1:] for text in wrong_in(section)]
 
 
-def unset_in(sass: str) -> list[str]:
-    """Find them in one function; a write under a condition counts as a write."""
+def wrong_in(sass: str) -> list[str]:
+    """Find them in one function; a write under a condition counts as a write of a register that nothing had set."""
     code, labels = parsed(sass)
     after: list[list[int]] = [
         [labels[x] for x in one.targets if x in labels] + ([n + 1] if one.goes_on and n + 1 < len(code) else [])
         for n, one in enumerate(code)
     ]
-    known: list[frozenset[int] | None] = [None] * len(code)  # set on every way to here; None: no way is known yet
-    known[:1], waiting = [frozenset()], [0]
+    # on some way to here: uniform registers that nothing has set, and registers that differ; None: no way is known yet
+    known: list[tuple[frozenset[str], frozenset[str]] | None] = [None] * len(code)
+    known[:1], waiting = [(frozenset(f"UR{n}" for n in range(256)), frozenset())], [0]
     while waiting:
         n = waiting.pop()
-        then = known[n] | code[n].writes
+        (unset, differ), one = known[n], code[n]
+        changed = one.writes if one.differs or one.differs is None and one.reads & differ else frozenset()
+        then = unset - one.writes, (differ if one.guarded else differ - one.writes) | changed
         for m in after[n]:
-            both = then if known[m] is None else known[m] & then
+            both = then if known[m] is None else tuple(x | y for x, y in zip(known[m], then, strict=True))
             if both != known[m]:
                 known[m] = both
                 waiting.append(m)
-    return [one.text for one, there in zip(code, known, strict=True) if there is not None and one.reads - there]
+    reached = [(one, there) for one, there in zip(code, known, strict=True) if there is not None]
+    return [one.text for one, (unset, differ) in reached if one.reads & unset or one.places & differ]
 
 
 def parsed(sass: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -75,24 +86,51 @@ def parsed(sass: str) -> tuple[list[Instruction], dict[str, int]]:
 def instruction(found: re.Match) -> Instruction:
     """An instruction of its parts as nvdisasm prints them."""
     place, guard, name, kinds, rest = found.groups("")
-    operands, kinds = [x.strip() for x in rest.split(",")], kinds.split(".")
-    writer = name in WRITERS or name.startswith("U") and not name.startswith(SILENT)
+    operands, kinds = [x.strip().removesuffix(".reuse") for x in rest.split(",")], kinds.split(".")
+    uniform = name in WRITERS or name.startswith("U") and not name.startswith(SILENT)
+    writer = uniform or not name.startswith(("U", *STORES))
     bits = max([int(kind) for kind in kinds if kind in ("64", "128", "256")], default=64 if "WIDE" in kinds else 32)
-    written, reads = set(), set()
+    words, product = bits // 32, name.endswith("GMMA")
+    if name == "CS2R" and "32" not in kinds:
+        words = 2
+    elif name == "LDSM" or product:  # matrices of 8 x 8; a product 64 x N of four warps
+        words = int(re.findall(r"\d+", kinds[-1] if name == "LDSM" else kinds[1])[-2 * product] or 1) // (1 + product)
+    written, reads, places = set(), set(), set()
     for n, operand in enumerate(operands):
-        if register := re.fullmatch(r"UR(\d+)", operand):
-            first = int(register[1])
-            if writer and (n == 0 or n == 1 and re.fullmatch(r"U?P\w", operands[0])):
-                written = {*range(first, first + bits // 32)}
+        if register := re.fullmatch(r"[-~|]*(U?R)(\d+)\|?", operand):
+            bank, first = register[1], int(register[2])
+            many = words if name == "STL" else 2 if "64" in kinds and bank == "UR" else 1
+            if writer and (bank == "UR") == uniform and (n == 0 or n == 1 and re.fullmatch(r"U?P\w", operands[0])):
+                written = {f"{bank}{x}" for x in range(first, first + words)}
             else:
-                reads |= {*range(first, first + (2 if "64" in kinds else 1))}
+                reads |= {f"{bank}{x}" for x in range(first, first + many)}
         # an address; a descriptor has 64 bits. Hopper's products name both by one register, and read the second one
         # only where their first operand is in registers
         for before, number in re.findall(r"(\w*)\[[^\[\]]*?\bUR(\d+)", operand):
-            first, both = int(number), before == "gdesc" and name.endswith("GMMA")
+            first, both = int(number), before == "gdesc" and product
             many = 4 if both else 2 if before in ("desc", "gdesc") else 1
-            reads |= {*range(first + 2 * (both and n > 1), first + many)}
+            read = {f"UR{x}" for x in range(first + 2 * (both and n > 1), first + many)}
+            reads, places = reads | read, places | (read if before == "gdesc" else set())
+    if name in ("STL", "LDL") and (own := re.search(r"\[R1(?:\+0x([0-9a-f]+))?\]", rest)):
+        memory = {f"M{int(own[1] or '0', 16) + 4 * x}" for x in range(words)}
+        reads, written = (reads, memory) if name == "STL" else (memory, written)
+    elif name == "LDL":
+        reads = set()
+    differs = False if name.startswith(COMMON) and name != "LDL" or product else None
+    if name == "S2R" and operands[1] in ("SR_TID.X", "SR_LANEID"):
+        differs = True
+    elif name == "SHF" and "R" in kinds and re.fullmatch("0x[0-9a-f]+", operands[2]) and int(operands[2], 16) >= 5:
+        differs = False  # a warp's number
     targets = () if name == "BSSY" else tuple(re.findall(r"`\((\S+?)\)", rest))
     leaves = name in ("EXIT", "RET", "BRX", "JMX") or name in ("BRA", "JMP") and len(operands) == 1
     text = " ".join(f"{place}: {''.join(found.groups('')[1:])}".split())
-    return Instruction(text, frozenset(reads), frozenset(written), targets, bool(guard) or not leaves)
+    return Instruction(
+        text,
+        frozenset(reads),
+        frozenset(written),
+        frozenset(places),
+        differs,
+        bool(guard),
+        targets,
+        bool(guard) or not leaves,
+    )
