@@ -295,7 +295,7 @@ def test_gates_begin_where_the_bias_puts_them():
     """Small weights and no bias: alpha is sigmoid(0)^(1/16), and half is forgotten after 16 tokens."""
     layer = make(initializer_range=1e-3, tau=16.0).model.layers[0].attn
     x = torch.randn(1, 5, 16, dtype=torch.float64)
-    *_, g = layer.inputs(x, None, None, None)
+    g = layer.gates(x)
     assert (g.exp() - 0.5 ** (1 / 16)).abs().max() < 1e-4
 
 
@@ -347,7 +347,7 @@ def test_a_model_made_on_meta_starts_as_one_made_on_the_cpu(mixer, fields):
 
 def test_fixed_and_scalar_gates():
     layer = mixers.RetNet(Config(**SMALL_MODEL | {"num_heads": 4}))
-    *_, g = layer.inputs(torch.zeros(2, 3, 16), None, None, None)
+    g = layer.gates(torch.zeros(2, 3, 16))
     assert g.shape == (2, 3, 4)
     torch.testing.assert_close(g[0, 0].exp(), torch.tensor([1 - 2**-5, 1 - 2**-6, 1 - 2**-7, 1 - 2**-8]))
     delta, g = make("mamba2").model.layers[0].attn.dt(torch.zeros(1, 1, 16, dtype=torch.float64))
