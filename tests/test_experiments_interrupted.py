@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, _driver, language, mqar, texts
+from gla_ref.experiments.__main__ import main
 from gla_ref.experiments._driver import carry_out_all, do, record_of
 
 
@@ -109,8 +110,6 @@ def test_two_programs_share_runs(place, tmp_path):
 
 @pytest.mark.deep  # a process of its own
 def test_a_program_side_by_side_does_what_this_one_leaves(place, tmp_path, monkeypatch):
-    from gla_ref.experiments.__main__ import main
-
     def only_look(run, place, file):
         if record := record_of(run, results.read(file, "language")):
             return record

@@ -15,12 +15,10 @@ import scaling as program
 from gla_ref.book import scaling
 from gla_ref.book.scaling import GLA, H200, Sizes, exchange, gather_seconds, pipeline_seconds, ring_attention, schedule
 from gla_ref.book.viz import ranks_over_time as viz
-from gla_ref.context_parallel import LINKS
+from gla_ref.context_parallel import LINKS, plan
 
 
 def test_bytes_are_those_of_the_plan():
-    from gla_ref.context_parallel import plan
-
     for mechanism, decay in {"gla": 128, "gated_delta_rule": 128**2, "linear_attention": 1}.items():
         found = plan(mechanism, meta_tokens(mechanism), (4096, 4096), exchange="all-gather")
         assert found.bytes == Sizes(decay=decay).map + 4
