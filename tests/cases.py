@@ -20,6 +20,7 @@ F64 = torch.float64
 LINEAR = ("linear_attention", "simple_gla", "gla")
 GATED = tuple(m for m in LINEAR if MECHANISMS[m].named("gate"))
 DELTA = ("delta_rule", "gated_delta_rule", "kda")
+BREAK = ("simple_gla.parallel", "gla.parallel")  # ratio forms, which strong gates break
 CHOSEN = tuple(m for m, forms in gla_ref.FORMS.items() if "triton_portable" in forms)  # with a choice of kernels
 
 LADDER = (
@@ -181,6 +182,3 @@ class Dispatched(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         self.calls.append((op, result))
         return result
-
-
-BREAK = ("simple_gla.parallel", "gla.parallel")
