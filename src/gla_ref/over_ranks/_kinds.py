@@ -102,7 +102,7 @@ def kind_of(ranks: Ranks, arguments: Arguments) -> CallKind:
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it.
     """
-    mechanism, tokens, initial_state, cu, scale, lengths, *_ = arguments
+    mechanism, tokens, cu = arguments.mechanism, arguments.tokens, arguments.cu
     entry = MECHANISMS[mechanism]
     filled = {name: at_least_one_token(x) if x.ndim > 1 else x for name, x in tokens.items()}
     sizes = contract.check_tensors(filled, entry.arguments, entry.multiples)
@@ -110,21 +110,21 @@ def kind_of(ranks: Ranks, arguments: Arguments) -> CallKind:
     for name, x in tokens.items():
         if x.shape[1] != T:
             raise ValueError(f"{name}: expected {T} tokens as in q, got {x.shape[1]}")
-    lengths = check_lengths(lengths, ranks.size, ranks.rank, T, "q")
-    scale, dtype = contract.check_scale(scale, sizes["K"]), contract.compute_dtype(*tokens.values())
+    lengths = check_lengths(arguments.lengths, ranks.size, ranks.rank, T, "q")
+    scale = contract.check_scale(arguments.scale, sizes["K"])
     contract.check_cu_seqlens(cu, B, sum(lengths), values=False)
     if cu is not None and cu.device != device:
         raise ValueError(f"cu_seqlens: expected device {device}, got {cu.device}")
-    if initial_state is not None:
+    if arguments.initial_state is not None:
         N = B if cu is None else len(cu) - 1
-        contract.check_state("initial_state", initial_state, contract.state_shape(entry, sizes, N), device)
+        contract.check_state("initial_state", arguments.initial_state, contract.state_shape(entry, sizes, N), device)
     link = LINKS.get(dist.get_backend(ranks.group), LINKS["gloo"])
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     chosen = plan(
         mechanism, filled, lengths, packed=cu is not None, exchange=arguments.exchange, segment=arguments.segment,
         link=link, multiprocessors=processors,
     )  # fmt: skip
-    walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, dtype)
+    walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, contract.compute_dtype(*tokens.values()))
     facts = facts_of(arguments, lengths, scale)
     common = tuple(facts.values())
     tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds it exactly
