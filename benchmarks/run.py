@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -47,7 +46,6 @@ SHAPE = ("mechanism", "B", "T", "H", "value_heads", "K", "V", "dtype", "gates", 
 IDENTITY = ("suite", "contender", "direction", *SHAPE)
 REFUSED = dict.fromkeys(("ms", "peak_bytes", "first_call_s", "error", "budget"))  # the fields of a call that raised
 REFUSED |= {"samples_ms": [], "clocks": {}, "correct": False}
-NEW_LENGTHS = 40  # sequences whose lengths no call has had before
 
 
 def poison() -> None:
@@ -66,19 +64,6 @@ def leaves(x: dict[str, Tensor]) -> list[str]:
 
 def call(contender: Contender, case: Case, x: dict[str, Tensor]) -> Tensor:
     return contender.call(case, **{n: y for n, y in x.items() if n != "do"})
-
-
-def new_length_us(contender: Contender, case: Case) -> float:
-    """Median microseconds until a forward call of a length returns that was not met before, nothing else being new."""
-    sets = [inputs(replace(case, T=case.T + 1 + n), seed=n) for n in range(NEW_LENGTHS)]
-    times = []
-    with torch.no_grad():
-        for x in sets:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            call(contender, case, x)
-            times.append(time.perf_counter() - began)
-    return round(statistics.median(times) * 1e6, 1)
 
 
 def call_of(contender: Contender, case: Case, direction: str, x: dict[str, Tensor]) -> Callable:
@@ -144,8 +129,6 @@ def checked_and_timed(contender: Contender, case: Case, direction: str, sets: li
         clock = on_the_clock(calls) if case.clock else {}
         if clock and direction == "forward":
             clock["where_us"] = where_us(calls[0], clock["host_us"])
-            if not (contender.peer or case.lengths or case.decode):
-                clock["new_length_us"] = new_length_us(contender, case)
     return {
         "ms": round(ms, 5),
         "samples_ms": every,
@@ -207,11 +190,10 @@ def table(records: list[dict], peers: set[str]) -> str:
                 "error / budget": f"{r['error']:.2g} / {r['budget']:.2g}" if ok else "-",
                 "host us": r.get("host_us", "-"),
                 "clock ms": r.get("clock_ms", "-"),
-                "new length us": r.get("new_length_us", "-"),
                 "": r["message"] or "",
             }
         )
-    return tabulate(rows, headers="keys", maxcolwidths=[None] * 12 + [60], disable_numparse=True)
+    return tabulate(rows, headers="keys", maxcolwidths=[None] * 11 + [60], disable_numparse=True)
 
 
 def arguments() -> argparse.Namespace:

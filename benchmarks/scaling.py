@@ -12,10 +12,9 @@ recurrence, beside one GPU's own error; `autocast` is how far the same step in a
 
 `seconds` is the median of the slowest rank, between barriers; `replayed` is the same of a CUDA graph of the step, in
 which the host launches nothing, `alone` and `alone_replayed` those of one GPU. In calls of their own, in which all
-ranks wait for each other before they send, `maps_seconds` is the time of the maps, forward and backward,
-`exchange_seconds` that of the exchanges, and `waiting_seconds` how long the first rank waits for the last one.
-`gather_seconds` is the time of one all-gather of as many bytes by NCCL, and of next to none. `sent` are the bytes that
-a rank hands to torch.distributed, counted as it does so.
+ranks wait for each other before they send, `maps_seconds` is the time of the maps, forward and backward, and
+`exchange_seconds` that of the exchanges. `gather_seconds` is the time of one all-gather of as many bytes by NCCL, and
+of next to none. `sent` are the bytes that a rank hands to torch.distributed, counted as it does so.
 """
 
 import argparse
@@ -29,7 +28,6 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,30 +115,19 @@ def own(x, rank, size):
     return {n: y.chunk(size, 1)[rank].contiguous() for n, y in x.items()}
 
 
-class Stages(NamedTuple):
-    """Seconds of a rank in the stages of a forward and backward pass, and the bytes that it sends."""
-
-    maps: float
-    exchange: float
-    waiting: float
-    sent: float
-
-
 def stages(call, device: str, repeats: int) -> dict:
     """The times of a call's maps and exchanges, forward and backward, of the slowest rank, and the bytes sent."""
     ranks, took, measured = Ranks.of(None), Counter(), []
 
     @contextlib.contextmanager
     def timed(stage):
-        sync(device)
-        came = time.perf_counter()
         if stage == "exchange":
             dist.barrier()
-            sync(device)
+        sync(device)
         began = time.perf_counter()
         yield
         sync(device)
-        took.update({"waiting": began - came, stage: time.perf_counter() - began})
+        took[stage] += time.perf_counter() - began
 
     usual, ranks.stage = ranks.stage, timed  # what maps and exchanges run in
     for _ in range(repeats + 2):
@@ -148,16 +135,12 @@ def stages(call, device: str, repeats: int) -> dict:
         ranks.sent = 0
         dist.barrier()
         call()
-        # two copies, which become the most and the least of all ranks
-        most, least = torch.tensor([Stages(**took, sent=ranks.sent)] * 2, dtype=torch.float64, device=device)
+        most = torch.tensor([took["maps"], took["exchange"], ranks.sent], dtype=torch.float64, device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        most, least = Stages(*most.tolist()), Stages(*least.tolist())
-        # the last rank to come waits for no other, but for the barrier itself
-        measured.append(most._replace(waiting=most.waiting - least.waiting))
+        measured.append(most.tolist())
     ranks.stage = usual
-    maps, exchange, waiting, sent = (statistics.median(x) for x in zip(*measured[2:], strict=True))
-    return dict(maps_seconds=maps, exchange_seconds=exchange, waiting_seconds=waiting, sent=int(sent))
+    maps, exchange, sent = (statistics.median(x) for x in zip(*measured[2:], strict=True))
+    return dict(maps_seconds=maps, exchange_seconds=exchange, sent=int(sent))
 
 
 def worst(found: dict, exact: dict) -> float:
@@ -242,8 +225,13 @@ def line_of(r: dict) -> str:
         line += f", {r['alone'] / r['seconds']:.2f} times one GPU"
         line += f", as graphs {r['alone_replayed'] / r['replayed']:.2f}" if r["replayed"] else ""
         rest = r["seconds"] - ideal - host - wire
-        shown = {"missing": r["seconds"] - ideal, "host": host, "exchange": wire, "rest": rest}
-        shown |= {"maps": r["maps_seconds"], "waiting": r["waiting_seconds"]}
+        shown = {
+            "missing": r["seconds"] - ideal,
+            "host": host,
+            "exchange": wire,
+            "rest": rest,
+            "maps": r["maps_seconds"],
+        }
         line += "; " + ", ".join(f"{name} {1e3 * x:.2f}" for name, x in shown.items())
     return f"{line}; error {r['error']:.2g} for {r['error_alone']:.2g}, autocast {r['autocast']:.0e}"
 

@@ -104,7 +104,6 @@ GATES = {
         .contiguous()
     ),
     "mamba2": lambda x: -torch.nn.functional.softplus(x),
-    "zero": torch.zeros_like,
     "-2": lambda x: torch.full_like(x, -2.0),
     "1 % at -1e3": lambda x: torch.where(
         torch.arange(x.shape[-1], device=x.device) % 100 == 50, -1e3, logsigmoid(x) / 16

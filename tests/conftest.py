@@ -41,13 +41,16 @@ def here():
 @pytest.fixture
 def poisoned(monkeypatch):
     """Memory that nobody has written holds NaN."""
-    empty = torch.empty
 
-    def poison(*args, **options):
-        x = empty(*args, **options)
-        return x.fill_(float("nan") if x.is_floating_point() else 1)
+    def poisoning(make):
+        def poison(*args, **options):
+            x = make(*args, **options)
+            return x.fill_(float("nan") if x.is_floating_point() else 1)
 
-    monkeypatch.setattr(torch, "empty", poison)
+        return poison
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))
 
 
 @pytest.fixture

@@ -34,10 +34,3 @@ def tiny(name: str, **changes):
     """The runs of a tiny setting."""
     module = EXPERIMENTS[name]
     return module.runs(replace(module.Settings.tiny(), **changes), 1)
-
-
-def leaves(x) -> list[torch.Tensor]:
-    """All tensors of nested tuples."""
-    if isinstance(x, torch.Tensor):
-        return [x]
-    return [z for y in x for z in leaves(y)] if isinstance(x, tuple) else []  # None has no leaves

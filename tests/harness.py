@@ -88,9 +88,10 @@ def budgets(mechanism, x, given, *, products=None, options=None, **how):
     return x, Judged(work_out)
 
 
-def compare(found, judged):
+def compare(found, judged, where=...):
+    """Each quantity, or its part at these indices, is within its budget."""
     judged = {n: judged[n] for n in reversed(found)}  # gradients first: with them comes the rest
-    errors = {n: (error(x.detach(), judged[n][0]), judged[n][1]) for n, x in found.items()}
+    errors = {n: (error(x.detach()[where], judged[n][0][where]), judged[n][1]) for n, x in found.items()}
     wrong = {n: f"{e:.3g} > {budget:.3g}" for n, (e, budget) in errors.items() if not e <= budget}
     assert not wrong, wrong
     assert all(budget < float("inf") for _, budget in judged.values())

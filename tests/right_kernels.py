@@ -23,7 +23,6 @@ from gla_ref.softmax_attention import _form
 
 DELTA = "delta_rule", "gated_delta_rule", "kda"
 SUB = 16  # of a chunk: pairs in it by channel, others by a product
-CHUNKS = (32, 64, 128, 256)
 
 
 def to_end(g: Tensor) -> Tensor:
@@ -224,15 +223,6 @@ def kernel(mechanism, way, dtype, C=64, product=None, **options):
     return form(mechanism)(body)
 
 
-def delta_kernels(mechanism, dtype, others):
-    found = {f"chunks of {C}, by hand": kernel(mechanism, ByHand.apply, dtype, C) for C in (16, 32, 64, 128)}
-    found |= {name: kernel(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
-    ahead = {"ahead": True, "inverse": by_blocks}
-    found["chunks of 64, writes made ahead, by autograd"] = kernel(mechanism, in_chunks, dtype, **ahead)
-    found["chunks of 32, triangles by blocks, by autograd"] = kernel(mechanism, in_chunks, dtype, 32, inverse=by_blocks)
-    return found
-
-
 class Flash(torch.autograd.Function):
     """Softmax attention tile by tile `[B, H, T, ...]`, a cache of `past` keys before the queries' own."""
 
@@ -325,9 +315,13 @@ def kernels(mechanism, dtype):
             "log-sum-exp": attention(by_log_sum_exp, dtype),
             "PyTorch's own": attention(partial(library, dtype), dtype),
         }
-    if mechanism in DELTA:
-        return delta_kernels(mechanism, dtype, others)
-    found = {f"chunks of {C}, by hand": kernel(mechanism, ByHand.apply, dtype, C) for C in CHUNKS}
-    found |= {name: kernel(mechanism, ByHand.apply, dtype, 64, product) for name, product in others.items()}
-    found["chunks of 64, backwards in another order"] = kernel(mechanism, OtherOrder.apply, dtype, 64)
-    return found
+    by_hand, delta = partial(kernel, mechanism, ByHand.apply, dtype), mechanism in DELTA
+    found = {f"chunks of {C}, by hand": by_hand(C) for C in ((16, 32, 64, 128) if delta else (32, 64, 128, 256))}
+    found |= {name: by_hand(64, product) for name, product in others.items()}
+    if not delta:
+        return found | {"chunks of 64, backwards in another order": kernel(mechanism, OtherOrder.apply, dtype)}
+    by_autograd = partial(kernel, mechanism, in_chunks, dtype, inverse=by_blocks)
+    return found | {
+        "chunks of 64, writes made ahead, by autograd": by_autograd(ahead=True),
+        "chunks of 32, triangles by blocks, by autograd": by_autograd(32),
+    }

@@ -23,7 +23,13 @@ from ranks import SHORT, Pool
 from torch import distributed as dist
 
 import gla_ref
-from gla_ref import context_parallel
+from gla_ref import context_parallel, kernels
+from gla_ref.kernels import kda
+from gla_ref.kernels.hopper import FASTER
+from gla_ref.kernels.launch.hardware import CLASSES
+from gla_ref.kernels.launch.plan import spec_of
+from gla_ref.kernels.launch.versions import release
+from gla_ref.kernels.portable import border
 from gla_ref.mechanisms import MECHANISMS
 from gla_ref.over_ranks import planning
 from gla_ref.over_ranks.agreement import GRACE, Agreement, Lookout
@@ -480,7 +486,6 @@ def test_a_gpu_waits_in_vain(capfd):
 @pytest.mark.parametrize("mechanism", MECHANISMS_HERE)
 def test_kernels_find_maps(mechanism):
     """In both directions kernels find of a piece what the references do, also in segments and of wide states."""
-    pytest.importorskip("gla_ref.kernels")
     B, T, H = (2, 40, 2) if mechanism in DELTA else (1, 270, 1)  # few heads of a long piece: in segments
     args, _ = inputs(mechanism, B, T, H, 16, 32, kind="many resets" if mechanism == "gla" else "logsigmoid/16")
     x = dict(zip(MECHANISMS[mechanism].required, args, strict=True))
@@ -499,10 +504,6 @@ def test_kernels_find_maps(mechanism):
 
 def check_maps_on_hopper(mechanism, B, T, K, V, reads, kind=MILD):
     """X is the state from zeros, M the state from the unit matrix with values of zero, the reads are that call's o."""
-    border = pytest.importorskip("gla_ref.kernels.portable.border")
-    from gla_ref.kernels.launch.hardware import CLASSES
-    from gla_ref.kernels.launch.plan import spec_of
-
     options = {"kind": kind, "dtype": BF16, "gates": F32, "S": 0.0, "scale": 0.3}
     x, of_X = delta_problem(mechanism, B, T, 1, K, V, **options)
     unit = torch.eye(K, dtype=F64).expand(B, 2, K, K)
@@ -532,12 +533,6 @@ def test_hopper_kernels_find_maps(mechanism, K, V, reads):
 
 def check_sums_on_hopper(B, T, K, V, kind=MILD, dtype=BF16):
     """M S + X is the final state, and M dS + 0.3 A the gradient of the state S before the first token."""
-    border = pytest.importorskip("gla_ref.kernels.portable.border")
-    from gla_ref.kernels.hopper import FASTER
-    from gla_ref.kernels.launch.hardware import CLASSES
-    from gla_ref.kernels.launch.plan import spec_of
-    from gla_ref.kernels.launch.versions import release
-
     x, judged = delta_problem("gla", B, T, 1 + CUDA, K, V, kind=kind, dtype=dtype, scale=0.3)
     M = x["g"].double().sum(1).exp()
     for backwards, names in ((False, "kvg"), (True, ("q", "do", "g")))[: 2 if dtype == BF16 else 1]:
@@ -570,11 +565,6 @@ def test_hopper_walk_adds_up_in_segments():
 
 @played_here
 def test_a_walk_on_hopper_goes_on_with_what_its_map_has_prepared():
-    from gla_ref.kernels import kda
-    from gla_ref.kernels.launch.hardware import CLASSES
-    from gla_ref.kernels.launch.plan import spec_of
-    from gla_ref.kernels.portable import border
-
     x, judged = delta_problem("kda", 1, 70, 1, 128, 64, dtype=BF16, gates=F32, scale=0.3)
     named = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
     plan = border.plan_written(CLASSES["sm_90"], border.Written(*(spec_of(n, a) for n, a in named.items()), 0.3, True))
@@ -589,9 +579,6 @@ def test_a_walk_on_hopper_goes_on_with_what_its_map_has_prepared():
 @on_hopper
 def test_a_walk_that_goes_on_gives_equal_bits():
     """As `kda` that prepares its chunks itself: o, the final state and every gradient."""
-    from gla_ref.kernels import kda
-    from gla_ref.kernels.portable import border
-
     x, _ = delta_problem("kda", 2, 330, 2, 128, 128, dtype=BF16, gates=F32, scale=0.3, kind="mild and strong chunks")
 
     def resumed(*tokens, initial_state, cu_seqlens):
@@ -644,7 +631,6 @@ def test_one_hopper_gpu_alone(mechanism, gates, ends):
 @pytest.mark.parametrize("rows", [1, 6])
 def test_kernels_run_through_maps(rows):
     """Messages of three ranks, states that come into each, and between its segments: as the loops find them."""
-    border = pytest.importorskip("gla_ref.kernels.portable.border")
     rng = torch.Generator().manual_seed(rows)
     every = Maps((torch.rand(2, 12, 4, rows, 1, generator=rng),), torch.randn(2, 12, 4, 6, 5, generator=rng))
     S = torch.zeros(2, 4, 6, 5)
@@ -711,7 +697,6 @@ def test_plan_refuses():
 @pytest.mark.parametrize("T", [1 << 15, 1 << 18])
 def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
     """The segments of a piece fill the GPU, so no kernel cuts them once more and finds their states twice."""
-    kernels = pytest.importorskip("gla_ref.kernels")
     (n, _), H = context_parallel.plan(mechanism, meta_tokens(mechanism, T), (T, T), multiprocessors=132).segments, 16
     x = meta_tokens(mechanism, T // n, B=n)
     S = torch.empty(n, H, 128, 128, device="meta")
@@ -722,10 +707,6 @@ def test_one_gpu_walks_a_piece_in_one_go(mechanism, T):
 
 def test_a_rank_has_the_kernels_of_one_gpu():
     """GLA on an H200: a rank's maps are added up by the walk that adds up the segments of one GPU (chapter 25)."""
-    kernels = pytest.importorskip("gla_ref.kernels")
-    from gla_ref.kernels.launch.hardware import CLASSES
-    from gla_ref.kernels.launch.plan import spec_of
-    from gla_ref.kernels.portable import border
 
     def named(plan):
         return [(step.kernel.fn.__module__.split(".")[-2], step.name) for step in plan.launches]
@@ -744,11 +725,6 @@ def test_a_rank_has_the_kernels_of_one_gpu():
 
 def test_a_map_takes_the_kernels_that_a_call_takes():
     """Forwards those of o and the final state, backwards those of the gradient, whatever the strides of do."""
-    kernels = pytest.importorskip("gla_ref.kernels")
-    from gla_ref.kernels.launch.hardware import CLASSES
-    from gla_ref.kernels.launch.plan import spec_of
-    from gla_ref.kernels.portable import border
-
     seen = set()
     for gpu, dtype, gates, K, V in itertools.product(
         ("sm_80", "sm_90"), (BF16, F16, F32), (BF16, F32), (60, 64, 128, 256), (64, 128, 512)
@@ -765,7 +741,6 @@ def test_a_map_takes_the_kernels_that_a_call_takes():
 
 def test_one_gpu_finds_the_states_of_linear_attention_once():
     """In segments, as ranks do: those of S in the forward pass, and those of R by the first walk back (chapter 25)."""
-    kernels = pytest.importorskip("gla_ref.kernels")
     for mechanism in ("linear_attention", "simple_gla"):
         x = meta_tokens(mechanism, 1 << 19)
         walks = {"forward": ["walk", "carry", "walk"], "backward": ["walk", "carry", "walk", "walk", "walk"]}

@@ -10,6 +10,7 @@ from experiment_runs import tiny
 
 from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, decoding, language, mqar
+from gla_ref.experiments.__main__ import main
 from gla_ref.experiments._driver import carry_out_all, record_of
 from gla_ref.experiments.runs import Training
 from gla_ref.models import LanguageModel
@@ -54,8 +55,6 @@ def test_tiny_settings_run_and_leave_records(name, place, tmp_path):
 
 def test_the_command(place, tmp_path, capfd):
     pytest.importorskip("tqdm", reason="tqdm is not installed")
-    from gla_ref.experiments.__main__ import main
-
     where = ["--records", str(tmp_path / "r.json"), "--folder", str(place.folder), "--texts", str(place.texts)]
     call = ["language", "--preset", "tiny", "--seeds", "1", *where, "--only", "rate/gla/*", "none"]
     assert main(call) == 0
@@ -84,8 +83,6 @@ def test_the_command(place, tmp_path, capfd):
     ],
 )
 def test_a_wrong_command_names_what_is_wrong(call, message, capsys):
-    from gla_ref.experiments.__main__ import main
-
     if "--device" in call and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit, match="2"):

@@ -15,7 +15,8 @@ from filelock import FileLock, Timeout
 
 from gla_ref import results
 from gla_ref.experiments import EXPERIMENTS, _driver, language, mqar, texts
-from gla_ref.experiments._driver import carry_out_all, do, record_of
+from gla_ref.experiments.__main__ import main
+from gla_ref.experiments._driver import carry_out_all, carry_out_one, record_of
 
 
 def numbers(record: dict) -> dict:
@@ -104,19 +105,17 @@ def test_two_programs_share_runs(place, tmp_path):
     lock.acquire()
     threading.Timer(0.5, lock.release).start()
     assert carry_out_all(runs, place, file).done == [runs[1].name, runs[0].name]
-    assert do(runs[0], place, file) == results.read(file, "language")[1]
+    assert carry_out_one(runs[0], place, file) == results.read(file, "language")[1]
 
 
 @pytest.mark.deep  # a process of its own
 def test_a_program_side_by_side_does_what_this_one_leaves(place, tmp_path, monkeypatch):
-    from gla_ref.experiments.__main__ import main
-
     def only_look(run, place, file):
         if record := record_of(run, results.read(file, "language")):
             return record
         raise Timeout("elsewhere")
 
-    monkeypatch.setattr(_driver, "do", only_look)
+    monkeypatch.setattr(_driver, "carry_out_one", only_look)
     where = ["--records", str(tmp_path / "r.json"), "--folder", str(place.folder), "--texts", str(place.texts)]
     assert main(["language", "--preset", "tiny", "--seeds", "1", "--jobs", "2", "--minutes", "2", *where]) == 0
     assert len(results.read(tmp_path / "r.json", "language")) == 7

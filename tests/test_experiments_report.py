@@ -9,6 +9,7 @@ from cases import in_process
 
 from gla_ref import results
 from gla_ref.experiments import _report, language
+from gla_ref.experiments.__main__ import main
 from gla_ref.experiments._report import holm, interval, quantile, student, welch
 
 
@@ -113,8 +114,6 @@ def test_a_result_that_diverged_has_no_score():
 
 
 def test_the_command_prints_a_table(tmp_path, capsys):
-    from gla_ref.experiments.__main__ import main
-
     file = tmp_path / "r.json"
     for name in ("mqar", "ablations"):  # there are records of earlier experiments, whose programs are gone
         results.write(file, {"gpu": None}, name, [record("gla/128", 0.5, seed) for seed in range(3)])

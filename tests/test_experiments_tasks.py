@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experiment_runs import BOOK, encode_bytes, leaves
+from cases import tensors_in
+from experiment_runs import BOOK, encode_bytes
 
 from gla_ref.experiments import language, mqar, texts
 from gla_ref.experiments.mqar import answer_logits, distinct, judged
@@ -118,7 +119,7 @@ def test_a_state_has_as_many_numbers_as_it_is_said_to(mixer):
             vocab_size=32, hidden_size=32, num_hidden_layers=2, num_heads=2, mixer=mixer, use_short_conv=conv
         )
         _, state = LanguageModel(config)(torch.zeros(1, 9, dtype=torch.int64))
-        assert config.state_size(9) == sum(x.numel() for layer in state for x in leaves(layer))
+        assert config.state_size(9) == sum(x.numel() for x in tensors_in(state))
 
 
 def test_an_epoch_reads_every_sequence_once(place):

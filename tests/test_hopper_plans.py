@@ -11,12 +11,12 @@ from harness import BF16, CUDA, F16, F32
 from played_gluon import gluon
 from problems import EVERY, RULES
 
-pytest.importorskip("triton", reason="Triton exists for Linux only")
-
+from gla_ref.book.viz import delta_roles
 from gla_ref.kernels import delta, explain, plan
-from gla_ref.kernels.hopper import DELTA_KERNELS, gluon_names
+from gla_ref.kernels.hopper import DELTA_KERNELS, delta_ahead, delta_fused, gla_forward, gluon_names
 from gla_ref.kernels.launch.hardware import CLASSES
 from gla_ref.kernels.launch.program import variant
+from gla_ref.pages import gated_delta_rule_hopper, gla_hopper
 
 FAMILY = ("gla", *EVERY)
 LONG = {"B": 1, "T": 32768}
@@ -153,9 +153,6 @@ def test_the_plan_of_gla():
 @gluon
 def test_a_plain_call_launches_the_page():
     """The page's walk, with flags, and `mend`; any other call launches the kernel that has all options."""
-    from gla_ref.kernels.hopper import gla_forward
-    from gla_ref.pages import gla_hopper
-
     q, v = meta(2, 300, 3, 128), meta(2, 300, 3, 64)
     walk, mend = forward("gla", q, q, v, q).launches
     assert walk.kernel is gla_hopper.walk and mend.name == "mend" and walk.grid == (2 * 3,)
@@ -227,8 +224,6 @@ def test_the_triton_decides_on_the_gradient_of_gla(release, chosen, monkeypatch)
 @gluon
 @pytest.mark.skipif(CUDA, reason="on a CPU")
 def test_the_page_of_gla_needs_a_hopper_gpu():
-    from gla_ref.pages import gla_hopper
-
     x = [torch.zeros(1, 3, 1, 64, dtype=BF16)] * 4
     with pytest.raises(ValueError, match="^q: expected a tensor on a GPU of compute capability 9.0, got one on cpu"):
         gla_hopper.gla(*x)
@@ -311,8 +306,6 @@ def test_a_path_that_is_asked_for_is_taken():
 
 @gluon
 def test_a_cut_is_one_that_the_model_calls_faster():
-    from gla_ref.kernels.hopper import delta_ahead
-
     for heads, chunks in itertools.product((1, 4, 16, 33, 66, 132, 200), (1, 16, 128, 512)):
         last = partial(delta_ahead.duration, CLASSES["sm_90"], K=128, V=128, heads=heads, chunks=chunks)
         how, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, chunks, None)
@@ -324,9 +317,6 @@ def test_a_cut_is_one_that_the_model_calls_faster():
 
 @gluon
 def test_the_book_draws_walkers_as_wide_as_the_plan_makes_them():
-    from gla_ref.book.viz import delta_roles
-    from gla_ref.kernels.hopper import delta_ahead
-
     for how in (delta_ahead.NARROW, delta_ahead.WIDE):
         assert delta_roles.WALK[how.columns] == how.chunk
     for heads in range(1, 133):
@@ -336,8 +326,6 @@ def test_the_book_draws_walkers_as_wide_as_the_plan_makes_them():
 
 @gluon
 def test_two_kernels_are_planned_while_two_programs_a_head_run_at_once():  # chapter 23's rule
-    from gla_ref.kernels.hopper import delta_ahead, delta_fused
-
     for heads, chunks in itertools.product((1, 8, 33, 65, 66, 67, 132, 133, 264), (8, 128, 512)):
         fused = delta_fused.duration(CLASSES["sm_90"], heads, chunks)
         two_kernels = delta_ahead.whole_duration(CLASSES["sm_90"], 128, 128, heads, chunks, None)
@@ -371,11 +359,9 @@ def test_gradients_sums_value_heads_itself():
 
 
 def test_what_the_page_of_the_delta_rule_leaves_out_is_refused(monkeypatch):
-    from gla_ref.pages import gated_delta_rule_hopper as page
-
     q, g = torch.zeros(1, 3, 2, 128, dtype=BF16), torch.zeros(1, 3, 2)
     with pytest.raises(ValueError, match="^q: expected a tensor on a GPU of compute capability 9.0, got one on cpu"):
-        page.gated_delta_rule(q, q, q, g, g)
+        gated_delta_rule_hopper.gated_delta_rule(q, q, q, g, g)
     refused = {
         "^q: expected torch.bfloat16, got torch.float32": (q.float(), q, q, g, g),
         r"^q, v: expected \[B, T, H, D\], got": (q[0], q, q, g, g),
@@ -386,10 +372,10 @@ def test_what_the_page_of_the_delta_rule_leaves_out_is_refused(monkeypatch):
         "^v: expected contiguous": (q, q, q.mT.contiguous().mT, g, g),
         "^v: expected no gradient": (q, q, q.clone().requires_grad_(), g, g),
     }
-    monkeypatch.setattr(page, "on_hopper", lambda x: True)
+    monkeypatch.setattr(gated_delta_rule_hopper, "on_hopper", lambda x: True)
     for message, x in refused.items():
         with pytest.raises((ValueError, TypeError), match=message):
-            page.gated_delta_rule(*x)
+            gated_delta_rule_hopper.gated_delta_rule(*x)
 
 
 # KDA

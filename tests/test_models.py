@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import SMALL_MODEL, Dispatched, thin
+from cases import SMALL_MODEL, Dispatched, tensors_in, thin
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -64,17 +64,9 @@ def test_steps_pieces_and_whole_are_one(mixer, conv):
     close(torch.cat(logits, 1), whole)
     rest, after = model(tokens[:, 69:], state=before)  # the earlier state is as it was
     close(rest, whole[:, 69:])
-    for x, y, z in zip(after, state, stepped, strict=True):
-        for a, b, c in zip(*map(tensors, (x, y, z)), strict=True):
-            close(a, b)
-            close(c, b)
-
-
-def tensors(state):
-    """All tensors of a layer's state."""
-    if state is None:
-        return []
-    return [state] if isinstance(state, torch.Tensor) else [x for part in state for x in tensors(part)]
+    for a, b, c in zip(*map(tensors_in, (after, state, stepped)), strict=True):
+        close(a, b)
+        close(c, b)
 
 
 @kinds
@@ -162,7 +154,7 @@ def test_autocast(mixer):
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
     for layer, own in zip(state, model.config.layers(), strict=True):  # a cache has the dtype of its keys
         kept = torch.bfloat16 if own.mixer == "softmax" else torch.float32
-        assert {x.dtype for x in tensors(layer)} == {kept}
+        assert {x.dtype for x in tensors_in(layer)} == {kept}
 
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "softmax"])
@@ -264,7 +256,7 @@ def test_truncated_backpropagation_passes_the_state_and_cuts_the_gradient(mixer)
     cut, _ = model.loss(tokens[:, 8:], state=detach(state))
     through, _ = model.loss(tokens[:, 8:], state=state)
     assert cut == through and cut != model.loss(tokens[:, 8:])[0]
-    assert all(not x.requires_grad for layer in detach(state) for x in tensors(layer))
+    assert not any(x.requires_grad for x in tensors_in(detach(state)))
     weight = model.model.layers[0].attn.k_proj.weight
     (short,), (long,) = (torch.autograd.grad(x, weight, retain_graph=True) for x in (cut, through))
     assert (short - long).abs().max() > 1e-6
@@ -303,7 +295,7 @@ def test_gates_begin_where_the_bias_puts_them():
     """Small weights and no bias: alpha is sigmoid(0)^(1/16), and half is forgotten after 16 tokens."""
     layer = make(initializer_range=1e-3, tau=16.0).model.layers[0].attn
     x = torch.randn(1, 5, 16, dtype=torch.float64)
-    *_, g = layer.inputs(x, None, None, None)
+    g = layer.gates(x)
     assert (g.exp() - 0.5 ** (1 / 16)).abs().max() < 1e-4
 
 
@@ -355,7 +347,7 @@ def test_a_model_made_on_meta_starts_as_one_made_on_the_cpu(mixer, fields):
 
 def test_fixed_and_scalar_gates():
     layer = mixers.RetNet(Config(**SMALL_MODEL | {"num_heads": 4}))
-    *_, g = layer.inputs(torch.zeros(2, 3, 16), None, None, None)
+    g = layer.gates(torch.zeros(2, 3, 16))
     assert g.shape == (2, 3, 4)
     torch.testing.assert_close(g[0, 0].exp(), torch.tensor([1 - 2**-5, 1 - 2**-6, 1 - 2**-7, 1 - 2**-8]))
     delta, g = make("mamba2").model.layers[0].attn.dt(torch.zeros(1, 1, 16, dtype=torch.float64))

@@ -1,6 +1,7 @@
 """Plans for every class of GPU, made without one: which tiles, which sizes are refused. Nothing is compiled."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from harness import HERE
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 
+from triton.backends.nvidia import driver
+
 from gla_ref.kernels import explain, gla, plan, steps
-from gla_ref.kernels.launch import checks
+from gla_ref.kernels.launch import checks, program
 from gla_ref.kernels.launch.hardware import CLASSES, INTERPRETER, class_of
+from gla_ref.kernels.launch.plan import Launch, spec_of
 from gla_ref.mechanisms import MECHANISMS
 
 SIZES = (16, 60, 64, 100, 128)
@@ -202,11 +206,6 @@ def wrapped(launcher):
 @pytest.mark.parametrize("release", [(3, 6), (3, 9), (3, 7)])
 def test_direct_hands_its_arguments_to_tritons_function(release, monkeypatch):
     """In the order that each release wants; None where nobody has measured it."""
-    from types import SimpleNamespace
-
-    from gla_ref.kernels.launch import program
-    from gla_ref.kernels.launch.plan import Launch, spec_of
-
     got = []
     run = SimpleNamespace(
         launch=wrapped(lambda *args: got.append(args)), global_scratch_size=0, profile_scratch_size=0,
@@ -229,12 +228,8 @@ def test_direct_hands_its_arguments_to_tritons_function(release, monkeypatch):
 
 
 def test_the_c_function_is_found_behind_tritons_own():
-    from triton.backends.nvidia import driver
-
-    from gla_ref.kernels.launch.program import c_function
-
     metas = [dict.fromkeys(("swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"), 0)]
     for kind, some in (("*bf16", None), ("tensordesc<bf16[64, 64]>", metas)):
         launch = driver.wrap_handle_tensordesc(math.hypot, {"x": kind}, some)
-        assert c_function(launch) is math.hypot
+        assert program.c_function(launch) is math.hypot
         assert (launch is math.hypot) == (some is None)

@@ -15,12 +15,10 @@ import scaling as program
 from gla_ref.book import scaling
 from gla_ref.book.scaling import GLA, H200, Sizes, exchange, gather_seconds, pipeline_seconds, ring_attention, schedule
 from gla_ref.book.viz import ranks_over_time as viz
-from gla_ref.context_parallel import LINKS
+from gla_ref.context_parallel import LINKS, plan
 
 
 def test_bytes_are_those_of_the_plan():
-    from gla_ref.context_parallel import plan
-
     for mechanism, decay in {"gla": 128, "gated_delta_rule": 128**2, "linear_attention": 1}.items():
         found = plan(mechanism, meta_tokens(mechanism), (4096, 4096), exchange="all-gather")
         assert found.bytes == Sizes(decay=decay).map + 4
@@ -108,7 +106,7 @@ def test_the_program_that_measures(tmp_path, ranks):
         decay = 0 if way == "pipeline" else {"gla": 8, "linear_attention": 1}.get(mechanism, 64)
         assert r["ranks"] == ranks and r["error"] < 1e-4 and r["autocast"] == 0 and r["seconds"] > 0
         assert r["alone"] == min(r["single"][how][0] for how in ("call", "segments"))
-        assert 0 < min(r["exchange_seconds"], r["maps_seconds"]) and 0 <= r["waiting_seconds"]
+        assert 0 < min(r["exchange_seconds"], r["maps_seconds"])
         blocks = 1
         once = 4 * (2 * (8 * 8 + decay) + blocks)
         ways = 2 if way == "all-gather" or ranks > 2 else 1  # in a pipeline of two each rank sends one way

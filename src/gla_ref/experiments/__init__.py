@@ -9,6 +9,16 @@ and divide its runs. On another host it goes on with the runs that the file of r
 the folder of texts, which `python -m gla_ref.experiments texts` makes once. Trials choose a learning rate for every
 group of runs, on validation data; they are no results. `mqar --preset live` is learned in some ten seconds a run on a
 CPU. The tests run tiny settings on a CPU.
+
+A run meets the files in this order::
+
+    __main__.py                         the command: an experiment's settings, and which of its runs to carry out
+    mqar.py, language.py, decoding.py   the experiments: Settings, all runs, and carry_out(run, place)
+    runs.py                             what a run is, and the place where it is carried out
+    _driver.py                          all runs in turn: which are done, which wait, a record of each
+    _rates.py                           the learning rate of a run, chosen by trials
+    training.py                         a task is learned, with checkpoints; trained_gates.py looks at the gates
+    _report.py                          records as intervals and tables
 """
 
 from . import decoding, language, mqar

@@ -26,7 +26,7 @@ PRESETS = ("live", "tiny")  # settings of an experiment, whose defaults are "ful
 EARLIER = ("ablations", "length")  # experiments that have records, while their programs are in the history
 
 
-def settings_of(module, args: argparse.Namespace):
+def chosen_settings(module, args: argparse.Namespace):
     """The preset, with what `--set` changes.
 
     Raises:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device: expected a GPU for {args.device}, found none")
     module = EXPERIMENTS[args.command]
-    settings = settings_of(module, args)
+    settings = chosen_settings(module, args)
     runs, jobs = module.runs(settings, args.seeds), args.jobs
     runs = [each for each in runs if any(fnmatch.fnmatch(each.name, pattern) for pattern in args.only)]
     if not runs:

@@ -30,16 +30,16 @@ class Outcome:
 
 def record_of(run: Run, records: tuple[dict, ...]) -> dict | None:
     """The record of a run that is done, made with the same settings; a field that is None counts as absent."""
-    wanted = _given(run.fingerprint())
-    return next((r for r in records if r["name"] == run.name and _given(r["run"]) == wanted), None)
+    wanted = _without_none(run.fingerprint())
+    return next((r for r in records if r["name"] == run.name and _without_none(r["run"]) == wanted), None)
 
 
-def _given(x):
+def _without_none(x):
     """A fingerprint without fields that are None: records from before such a field stay those of the same run."""
-    return {name: _given(y) for name, y in x.items() if y is not None} if isinstance(x, dict) else x
+    return {name: _without_none(y) for name, y in x.items() if y is not None} if isinstance(x, dict) else x
 
 
-def do(run: Run, place: Place, file: Path) -> dict | None:
+def carry_out_one(run: Run, place: Place, file: Path) -> dict | None:
     """Carry one run out, keep its record and return it, or None if there was no time.
 
     Raises:
@@ -56,14 +56,14 @@ def do(run: Run, place: Place, file: Path) -> dict | None:
         if record := record_of(run, records):  # by another process, since this one looked
             return record
         result = EXPERIMENTS[run.experiment].carry_out(run, replace(place, records=records))
-        return None if result is None else keep(run, result, file, place)
+        return None if result is None else write_record(run, result, file, place)
 
 
-def keep(run: Run, found: dict, file: Path, place: Place) -> dict:
+def write_record(run: Run, result: dict, file: Path, place: Place) -> dict:
     """Write a run's record into the file of its experiment, beside those of other settings; remove its checkpoint."""
     gpu = torch.cuda.get_device_name(place.device) if torch.device(place.device).type == "cuda" else None
     environment = results.environment(gpu)
-    record = {"name": run.name, "about": run.about, "run": run.fingerprint(), **found, "environment": environment}
+    record = {"name": run.name, "about": run.about, "run": run.fingerprint(), **result, "environment": environment}
     results.merge(file, environment, run.experiment, [record], ("name", "run"))
     run.file(place.folder, ".pt").unlink(missing_ok=True)
     return record
@@ -141,7 +141,7 @@ def _carry_out(runs: list[Run], place: Place, file: Path, progress: Callable, ou
     while waiting:
         run = waiting.popleft()
         try:
-            record = do(run, place, file)
+            record = carry_out_one(run, place, file)
         except Timeout:
             waiting.append(run)
             time.sleep(0.2)

@@ -12,23 +12,12 @@ from einops import rearrange
 from torch import Tensor
 
 from ..models import LanguageModel
-from ..models.layer import GatedLinearAttention
-from ..models.mixers import GatedDeltaRule, Mamba2, RetNet, ScalarGates
 
 __all__ = ["CHUNK", "STRONG", "gates_of"]
 
 CHUNK, STRONG = 64, -80.0  # as in the bfloat16 kernels: a chunk where a channel's log gates sum to less is strong
 SHARES = 0.05, 0.25, 0.5, 0.75, 0.95  # shares of channels at or below a quantile
 LEAST = 1e-9  # nats that a token counts at least: a channel without decay has no half-life
-
-
-def _log_gates(layer, x: Tensor) -> Tensor:
-    """Log gates of a mixer for its input x `[B, T, d]`: `[B, T, H, K]`, or `[B, T, H, 1]` where a head has one gate."""
-    if isinstance(layer, GatedDeltaRule | Mamba2):
-        g = layer.gates(x) if isinstance(layer, GatedDeltaRule) else layer.dt(x)[1]
-    else:
-        g = layer.inputs(x, None, None, None)[-1]
-    return (g if g.ndim == 4 else g[..., None]).float()
 
 
 @torch.no_grad()
@@ -44,7 +33,8 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
     layers, handles = [], []
 
     def look(layer, args):
-        g = _log_gates(layer, args[0])
+        g = layer.gates(args[0]).float()
+        g = g if g.ndim == 4 else g[..., None]  # one gate a head
         C = min(CHUNK, g.shape[1])
         chunks = rearrange(g[:, : g.shape[1] // C * C], "b (n c) h k -> b n c h k", c=C)
         decay = chunks.sum(2).amin(-1)  # [b, n, h]
@@ -52,7 +42,7 @@ def gates_of(model: LanguageModel, tokens: Tensor) -> list[dict]:
         layers.append({"half-life": _half_lives(g.mean((0, 1))), "strong chunks": strong, "chunks": decay.numel()})
 
     for block in model.model.layers:
-        if isinstance(block.attn, GatedLinearAttention | ScalarGates | RetNet | Mamba2 | GatedDeltaRule):
+        if hasattr(block.attn, "gates"):
             handles.append(block.attn.register_forward_pre_hook(look))
     try:
         if handles:

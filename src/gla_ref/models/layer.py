@@ -17,7 +17,6 @@ Modules have the names of those checkpoints, which flash-linear-attention makes:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -121,8 +120,11 @@ class Mixer(nn.Module):
         return [self.split(y) for y in qkv], past
 
 
-class GatedOutput(Mixer, ABC):
-    """A mixer whose heads are normalised and gated: (9) to (11) around any linear mechanism."""
+class GatedOutput(Mixer):
+    """A mixer whose heads are normalised and gated: (9) to (11) around any linear mechanism.
+
+    A subclass says which mechanism, and has `gates(x)`, its log gates from the layer's input, or its own `inputs`.
+    """
 
     mechanism: str  # a key of FORMS
 
@@ -133,9 +135,9 @@ class GatedOutput(Mixer, ABC):
         self.g_proj = nn.Linear(config.hidden_size, config.value_size, bias=False)  # W_R
         self.g_norm_swish_gate = norm(V, eps=config.norm_eps)
 
-    @abstractmethod
     def inputs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The tensors for the mechanism, in the order of its forms."""
+        return q, k, v, self.gates(x)
 
     def forward(
         self, x: Tensor, state: LayerState = START, cu_seqlens: Tensor | None = None, pieces: Pieces | None = None
@@ -166,6 +168,6 @@ class GatedLinearAttention(GatedOutput):
             nn.Linear(d, config.gate_rank, bias=False), nn.Linear(config.gate_rank, config.key_size)
         )
 
-    def inputs(self, x, q, k, v):
-        """q, k, v and g `[B, T, H, K]`."""
-        return q, k, v, self.split(F.logsigmoid(self.gk_proj(x)) / self.tau)
+    def gates(self, x: Tensor) -> Tensor:
+        """g `[B, T, H, K]`."""
+        return self.split(F.logsigmoid(self.gk_proj(x)) / self.tau)

@@ -58,10 +58,10 @@ class RetNet(GatedOutput):
 
     mechanism = "simple_gla"
 
-    def inputs(self, x, q, k, v):
-        """q, k, v and g `[B, T, H]`."""
+    def gates(self, x: Tensor) -> Tensor:
+        """g `[B, T, H]`."""
         h = torch.arange(self.heads, device=x.device, dtype=torch.float32)
-        return q, k, v, torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)
+        return torch.log1p(-(2.0 ** (-5 - h))).expand(*x.shape[:2], -1)
 
 
 class ScalarGates(GatedOutput):
@@ -73,9 +73,9 @@ class ScalarGates(GatedOutput):
         super().__init__(config)
         self.gk_proj, self.tau = nn.Linear(config.hidden_size, self.heads), config.tau
 
-    def inputs(self, x, q, k, v):
-        """q, k, v and g `[B, T, H]`."""
-        return q, k, v, F.logsigmoid(self.gk_proj(x)) / self.tau
+    def gates(self, x: Tensor) -> Tensor:
+        """g `[B, T, H]`."""
+        return F.logsigmoid(self.gk_proj(x)) / self.tau
 
 
 class StepSize(nn.Module):
@@ -112,6 +112,10 @@ class Mamba2(GatedOutput):
     def __init__(self, config: Config):
         super().__init__(config)
         self.dt = StepSize(config)
+
+    def gates(self, x: Tensor) -> Tensor:
+        """g `[B, T, H]`."""
+        return self.dt(x)[1]
 
     def inputs(self, x, q, k, v):
         """q, k, Delta v and g `[B, T, H]`."""

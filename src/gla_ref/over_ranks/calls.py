@@ -1,4 +1,4 @@
-"""A call over ranks: its steps, forward and backward, and the ranks' agreement before them (chapter 25).
+"""A call over ranks: its steps, forward and backward (chapter 25).
 
 `Enter` exchanges states on the way forward and nothing on the way back. Then each rank walks its own piece by the
 mechanism's own differentiable function. `Leave` exchanges nothing on the way forward and gradients of states on the
@@ -8,76 +8,17 @@ This module loads PyTorch's compiler, so the package does not import this module
 """
 
 import functools
-import os
-import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .. import FORMS
 from .. import _contract as contract
-from ..mechanisms import MECHANISMS
+from ._kinds import Arguments, CallKind, agree
 from .exchange import Exchange, Ranks
-from .links import LINKS
-from .maps import Maps, Tokens, Walk, read_map, write_map
-from .planning import Plan, check_lengths, plan
+from .maps import Maps, Tokens, read_map, write_map
 from .segments import Edge, Segment, at_least_one_token, only_tokens, with_own_state, zero_elsewhere
-
-
-class Given(NamedTuple):
-    """The arguments of a call on this rank, before they are checked."""
-
-    mechanism: str
-    tokens: dict[str, Tensor]  # by name, those that are not None
-    initial_state: Tensor | None
-    cu: Tensor | None
-    scale: float | None
-    lengths: Sequence[int] | None
-    exchange: str | None
-    segment: int | None  # tokens
-    gradients: bool  # whether a gradient will be asked for
-
-    def check_types(self) -> None:
-        """Raise a TypeError that names the first argument which should be a tensor and is none."""
-        for name, x in (*self.tokens.items(), ("cu_seqlens", self.cu), ("initial_state", self.initial_state)):
-            if x is not None and not isinstance(x, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-
-    def signature(self) -> tuple:
-        """Equal for calls of one kind."""
-        cu, S = self.cu, self.initial_state
-        return (
-            self.mechanism,
-            *((name, x.shape, x.dtype, x.device) for name, x in self.tokens.items()),
-            None if cu is None else (cu.shape, cu.dtype),
-            None if S is None else (S.shape, S.dtype, S.device),
-            tuple(self.lengths) if isinstance(self.lengths, Sequence) else type(self.lengths),
-            self.scale, self.exchange, self.segment, self.gradients,
-        )  # fmt: skip
-
-
-class CallKind(NamedTuple):
-    """Facts that a rank keeps for all calls of one signature.
-
-    Attributes:
-        plan: the exchange, and the number of segments.
-        facts: facts that all ranks share, by the names of arguments.
-        common: the facts without names, as a key.
-        tag: a number that stands for the facts.
-        lengths: tokens of each rank.
-        walk: the form that walks pieces, and its options.
-    """
-
-    plan: Plan
-    facts: dict[str, str]
-    common: tuple[str, ...]
-    tag: float
-    lengths: tuple[int, ...]
-    walk: Walk
 
 
 class Call:
@@ -89,10 +30,10 @@ class Call:
         made: of each batch, the tensors that its map has prepared for the walk.
     """
 
-    def __init__(self, ranks: Ranks, kind: CallKind, facts: dict, segment_length: int | None, cu: Tensor | None):
+    def __init__(self, ranks: Ranks, kind: CallKind, segment_length: int | None, cu: Tensor | None):
         plan, lengths, r = kind.plan, kind.lengths, ranks.rank
         self.walk, self.cu, self.known, self.made = kind.walk, cu, [], []
-        self.exchange = Exchange(ranks, plan, facts, kind.tag)
+        self.exchange = Exchange(ranks, plan, kind.facts, kind.tag)
         a, total = sum(lengths[:r]), sum(lengths)
         self.tokens, n = lengths[r], plan.segments[r]
         step = segment_length or self.tokens // n
@@ -246,9 +187,10 @@ def split_over_ranks(
     tokens = {name: x for name, x in tokens.items() if x is not None}
     inputs = *tokens.values(), *([] if initial_state is None else [initial_state])
     gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
-    given = Given(mechanism, tokens, initial_state, cu_seqlens, scale, lengths, exchange, segment, gradients)
+    arguments = Arguments(mechanism, tokens, initial_state, cu_seqlens, scale, lengths, exchange, segment, gradients)
     with contract.outside_autocast(*tokens.values()):
-        call = agreed_call(Ranks.of(group), given)
+        ranks = Ranks.of(group)
+        call = Call(ranks, agree(ranks, arguments), segment, cu_seqlens)
         cut = {name: call.cut(x) for name, x in tokens.items()}
         flat = [x[i] for i in range(len(call.batches)) for x in cut.values()]
         starts = Enter.apply(call, tuple(cut), initial_state, *flat)
@@ -260,84 +202,3 @@ def split_over_ranks(
             o.append(o_i)
             S.append(S_i)
         return Leave.apply(call, tuple(cut), *o, *S, *flat, *known)
-
-
-# The agreement of all ranks before a call.
-
-
-def agreed_call(ranks: Ranks, given: Given) -> Call:
-    """A call that fits and that all ranks make.
-
-    Whether it fits is asked once for each signature that this rank has seen; whether the others do the same, once for
-    each set of facts: what all ranks have in common, so that all of them ask at the same call. Boundaries of packed
-    sequences, which change from call to call, are asked for at every call where their values may be looked at.
-    """
-    cu, debug = given.cu, os.environ.get("GLA_REF_DEBUG") == "1"
-    try:
-        given.check_types()
-        signature = given.signature()
-        kind = ranks.kinds.get(signature) or kind_of(ranks, given)
-        facts, readable = kind.facts, cu is not None and (debug or not cu.is_cuda)
-        if readable:
-            facts = facts | {"cu_seqlens": f"{contract.check_cu_seqlens(cu, 1, sum(kind.lengths))}"}
-    except (TypeError, ValueError) as error:
-        ranks.agreement.refuse(error)
-        raise
-    if debug or readable or kind.common not in ranks.agreed_facts:
-        ranks.agreement.reach(facts)
-        ranks.agreed_facts.add(kind.common)
-    ranks.kinds[signature] = kind
-    return Call(ranks, kind, facts, given.segment, cu)
-
-
-def kind_of(ranks: Ranks, given: Given) -> CallKind:
-    """Check and plan a call of a new signature.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message names it.
-    """
-    mechanism, tokens, initial_state, cu, scale, lengths, *_ = given
-    entry = MECHANISMS[mechanism]
-    filled = {name: at_least_one_token(x) if x.ndim > 1 else x for name, x in tokens.items()}
-    sizes = contract.check_tensors(filled, entry.arguments, entry.multiples)
-    (T, device), B = (tokens["q"].shape[1], tokens["q"].device), sizes["B"]
-    for name, x in tokens.items():
-        if x.shape[1] != T:
-            raise ValueError(f"{name}: expected {T} tokens as in q, got {x.shape[1]}")
-    lengths = check_lengths(lengths, ranks.size, ranks.rank, T, "q")
-    scale, dtype = contract.check_scale(scale, sizes["K"]), contract.compute_dtype(*tokens.values())
-    contract.check_cu_seqlens(cu, B, sum(lengths), values=False)
-    if cu is not None and cu.device != device:
-        raise ValueError(f"cu_seqlens: expected device {device}, got {cu.device}")
-    if initial_state is not None:
-        N = B if cu is None else len(cu) - 1
-        contract.check_state("initial_state", initial_state, contract.state_shape(entry, sizes, N), device)
-    link = LINKS.get(dist.get_backend(ranks.group), LINKS["gloo"])
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-    chosen = plan(
-        mechanism, filled, lengths, packed=cu is not None, exchange=given.exchange, segment=given.segment, link=link,
-        multiprocessors=processors,
-    )  # fmt: skip
-    walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, dtype)
-    facts = facts_of(given, lengths, scale)
-    common = tuple(facts.values())
-    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds it exactly
-    return CallKind(chosen, facts, common, tag, lengths, walk)
-
-
-def facts_of(given: Given, lengths: tuple[int, ...], scale: float) -> dict[str, str]:
-    """Facts that all ranks must have in common, a sentence for each argument by its name."""
-    facts, cu = {"mechanism": given.mechanism}, given.cu
-    for argument in MECHANISMS[given.mechanism].arguments:
-        x = given.tokens.get(argument.name)
-        if x is not None:
-            shape = ", ".join("T" if axis == 1 else f"{n}" for axis, n in enumerate(x.shape))
-        facts[argument.name] = "None" if x is None else f"[{shape}] {x.dtype} on {x.device.type}"
-    return facts | {
-        "cu_seqlens": "None" if cu is None else f"{list(cu.shape)} {cu.dtype}",
-        "lengths": f"{list(lengths)}",
-        "scale": f"{scale}",
-        "exchange": f"{given.exchange}",
-        "segment": f"{given.segment}",
-        "requires_grad": f"{given.gradients}",  # a rank without a gradient would leave the others waiting for its own
-    }

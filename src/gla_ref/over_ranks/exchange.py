@@ -32,7 +32,7 @@ class Ranks:
     """A process group, and this rank's knowledge of the calls that its ranks make.
 
     Attributes:
-        kinds: the kinds of calls that this rank has made (`CallKind` of calls.py), by their signatures.
+        kinds: the kinds of calls that this rank has made (`CallKind` of _kinds.py), by their signatures.
         agreed_facts: the facts that all ranks have agreed upon, of each kind of call.
         lookout: the thread that says why a GPU waits; None before the first exchange.
         sent: the bytes that this rank has handed to torch.distributed in its exchanges.

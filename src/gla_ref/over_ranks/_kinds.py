@@ -1,0 +1,144 @@
+"""The kind of a call over ranks: checked and planned here, then agreed upon with all ranks (chapter 25)."""
+
+import os
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from .. import FORMS
+from .. import _contract as contract
+from ..mechanisms import MECHANISMS
+from .exchange import Ranks
+from .links import LINKS
+from .maps import Walk
+from .planning import Plan, check_lengths, plan
+from .segments import at_least_one_token
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call on this rank, before they are checked."""
+
+    mechanism: str
+    tokens: dict[str, Tensor]  # by name, those that are not None
+    initial_state: Tensor | None
+    cu: Tensor | None
+    scale: float | None
+    lengths: Sequence[int] | None
+    exchange: str | None
+    segment: int | None  # tokens
+    gradients: bool  # whether a gradient will be asked for
+
+    def check_types(self) -> None:
+        """Raise a TypeError that names the first argument which should be a tensor and is none."""
+        for name, x in (*self.tokens.items(), ("cu_seqlens", self.cu), ("initial_state", self.initial_state)):
+            if x is not None and not isinstance(x, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+
+    def signature(self) -> tuple:
+        """Equal for calls of one kind."""
+        cu, S = self.cu, self.initial_state
+        return (
+            self.mechanism,
+            *((name, x.shape, x.dtype, x.device) for name, x in self.tokens.items()),
+            None if cu is None else (cu.shape, cu.dtype),
+            None if S is None else (S.shape, S.dtype, S.device),
+            tuple(self.lengths) if isinstance(self.lengths, Sequence) else type(self.lengths),
+            self.scale, self.exchange, self.segment, self.gradients,
+        )  # fmt: skip
+
+
+class CallKind(NamedTuple):
+    """Facts that a rank keeps for all calls of one signature.
+
+    Attributes:
+        plan: the exchange, and the number of segments.
+        facts: facts that all ranks share, by the names of arguments.
+        common: the facts without names, as a key.
+        tag: a number that stands for the facts.
+        lengths: tokens of each rank.
+        walk: the form that walks pieces, and its options.
+    """
+
+    plan: Plan
+    facts: dict[str, str]
+    common: tuple[str, ...]
+    tag: float
+    lengths: tuple[int, ...]
+    walk: Walk
+
+
+def agree(ranks: Ranks, arguments: Arguments) -> CallKind:
+    """The kind of a call that fits and that all ranks make.
+
+    Whether it fits is asked once for each signature that this rank has seen; whether the others do the same, once for
+    each set of facts: what all ranks have in common, so that all of them ask at the same call. Boundaries of packed
+    sequences, which change from call to call, are asked for at every call where their values may be looked at.
+    """
+    cu, debug = arguments.cu, os.environ.get("GLA_REF_DEBUG") == "1"
+    try:
+        arguments.check_types()
+        signature = arguments.signature()
+        kind = ranks.kinds.get(signature) or kind_of(ranks, arguments)
+        facts, readable = kind.facts, cu is not None and (debug or not cu.is_cuda)
+        if readable:
+            facts = facts | {"cu_seqlens": f"{contract.check_cu_seqlens(cu, 1, sum(kind.lengths))}"}
+    except (TypeError, ValueError) as error:
+        ranks.agreement.refuse(error)
+        raise
+    if debug or readable or kind.common not in ranks.agreed_facts:
+        ranks.agreement.reach(facts)
+        ranks.agreed_facts.add(kind.common)
+    ranks.kinds[signature] = kind
+    return kind._replace(facts=facts)
+
+
+def kind_of(ranks: Ranks, arguments: Arguments) -> CallKind:
+    """Check and plan a call of a new signature.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message names it.
+    """
+    mechanism, tokens, cu = arguments.mechanism, arguments.tokens, arguments.cu
+    entry = MECHANISMS[mechanism]
+    filled = {name: at_least_one_token(x) if x.ndim > 1 else x for name, x in tokens.items()}
+    sizes = contract.check_tensors(filled, entry.arguments, entry.multiples)
+    (T, device), B = (tokens["q"].shape[1], tokens["q"].device), sizes["B"]
+    for name, x in tokens.items():
+        if x.shape[1] != T:
+            raise ValueError(f"{name}: expected {T} tokens as in q, got {x.shape[1]}")
+    lengths = check_lengths(arguments.lengths, ranks.size, ranks.rank, T, "q")
+    scale = contract.check_scale(arguments.scale, sizes["K"])
+    contract.check_cu_seqlens(cu, B, sum(lengths), values=False)
+    if cu is not None and cu.device != device:
+        raise ValueError(f"cu_seqlens: expected device {device}, got {cu.device}")
+    if arguments.initial_state is not None:
+        N = B if cu is None else len(cu) - 1
+        contract.check_state("initial_state", arguments.initial_state, contract.state_shape(entry, sizes, N), device)
+    link = LINKS.get(dist.get_backend(ranks.group), LINKS["gloo"])
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    chosen = plan(
+        mechanism, filled, lengths, packed=cu is not None, exchange=arguments.exchange, segment=arguments.segment,
+        link=link, multiprocessors=processors,
+    )  # fmt: skip
+    walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, contract.compute_dtype(*tokens.values()))
+    facts = facts_of(arguments, lengths, scale)
+    common = tuple(facts.values())
+    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds it exactly
+    return CallKind(chosen, facts, common, tag, lengths, walk)
+
+
+def facts_of(arguments: Arguments, lengths: tuple[int, ...], scale: float) -> dict[str, str]:
+    """Facts that all ranks must have in common, a sentence for each argument by its name."""
+    facts, cu = {"mechanism": arguments.mechanism}, arguments.cu
+    for name in (x.name for x in MECHANISMS[arguments.mechanism].arguments):
+        if (x := arguments.tokens.get(name)) is not None:
+            shape = ", ".join("T" if axis == 1 else f"{n}" for axis, n in enumerate(x.shape))
+        facts[name] = None if x is None else f"[{shape}] {x.dtype} on {x.device.type}"
+    facts["cu_seqlens"] = None if cu is None else f"{list(cu.shape)} {cu.dtype}"
+    facts |= {"lengths": list(lengths), "scale": scale, "exchange": arguments.exchange, "segment": arguments.segment}
+    facts["requires_grad"] = arguments.gradients  # a rank without a gradient would leave the others waiting for its own
+    return {name: str(fact) for name, fact in facts.items()}
