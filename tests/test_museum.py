@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import thin
+from cases import LINEAR, thin
 
 from gla_ref import check, results
 from gla_ref.__main__ import main
@@ -18,16 +18,9 @@ PAGE = Path(__file__).parents[1] / "book" / "bugs_that_shipped.md"
 NAMED = [m for m in mistakes.MISTAKES if any(m.name == it.name and it.mechanism in m.mechanisms for it in ROOMS)]
 
 
-@pytest.mark.parametrize("mechanism", ["linear_attention", "simple_gla", "gla"])
+@pytest.mark.parametrize("mechanism", thin([*LINEAR, "gated_delta_rule", "kda"], *LINEAR))
 def test_with_right_steps_the_kernel_is_right(mechanism):
-    gates = () if mechanism == "linear_attention" else ("gate -inf", "gate many resets")
-    check.kernel(mechanism, chunked(), only=("length 65", "square", "packed", *gates)).raise_if_failed()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("mechanism", ["gated_delta_rule", "kda"])
-def test_with_right_steps_the_delta_rule_is_right(mechanism):
-    only = ("length 65", "packed", "value heads", "gate -inf", "keys alike 0.99")
+    only = ("length 65", "square", "packed", "value heads", "gate -inf", "gate many resets", "keys alike 0.99")
     check.kernel(mechanism, chunked(), only=only).raise_if_failed()
 
 

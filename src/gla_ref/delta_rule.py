@@ -77,7 +77,11 @@ def _chunks(q, k, v, beta, scale, S, C, inverse):
 
 @form("delta_rule")
 def parallel(q, k, v, beta, *, scale, initial_state):
-    """All pairs at once: one triangle of T tokens, T^3 operations. Arguments and results as in :func:`recurrent`."""
+    """All pairs at once: one triangle of T tokens, T^3 operations. Arguments and results as in :func:`recurrent`.
+
+    However exact the inverse, each write is a sum over all earlier tokens whose terms cancel. Its error in float32
+    grows with T; the chunks of :func:`chunkwise` keep these sums short.
+    """
     return _chunks(q, k, v, beta, scale, initial_state, q.shape[1], triangular.halves)
 
 
