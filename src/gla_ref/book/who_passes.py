@@ -32,8 +32,8 @@ REASONS = {  # what a function refuses, by a part of its message
     "not correctly aligned": "tensors at addresses off 16 bytes",
     "'NoneType' object": "gradients where the state needs none",
 }
-FAMILIES = {"gla_ref": "this book's kernels", "torch": "PyTorch's attention", "transformers": "references", "fla.naive": "references"}
-FAMILIES |= {"fla.delta_rule": "references", "fla": "fla's kernels"}
+FAMILIES = {"torch": "PyTorch's attention", "transformers": "references", "fla.naive": "references"}
+FAMILIES |= {"fla.delta_rule": "references", "fla": "fla's kernels", "gla_ref": "this book's kernels"}
 IMPORTS = "from gla_ref import check\nfrom gla_ref.compat import libraries\n"
 QUANTITY = re.compile(r"o|S|d\w+|[kv]_cache")  # what may be missing of a case that was judged
 
