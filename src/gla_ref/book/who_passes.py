@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from .. import results
 from ..compat.libraries import FUNCTIONS
+from ..mechanisms import MECHANISMS
 
-__all__ = ["WRONG", "Row", "claimed", "details", "family", "matrix", "refusals", "rows", "verdicts"]
+__all__ = ["WRONG", "Row", "claimed", "details", "family", "matrix", "own", "refusals", "rows", "verdicts"]
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # a direction's verdicts, the worst first
@@ -32,7 +33,7 @@ REASONS = {  # what a function refuses, by a part of its message
     "'NoneType' object": "gradients where the state needs none",
 }
 FAMILIES = {"torch": "PyTorch's attention", "transformers": "references", "fla.naive": "references"}
-FAMILIES |= {"fla.delta_rule": "references", "fla": "fla's kernels"}
+FAMILIES |= {"fla.delta_rule": "references", "fla": "fla's kernels", "gla_ref": "this book's kernels"}
 IMPORTS = "from gla_ref import check\nfrom gla_ref.compat import libraries\n"
 QUANTITY = re.compile(r"o|S|d\w+|[kv]_cache")  # what may be missing of a case that was judged
 
@@ -175,6 +176,18 @@ def rows() -> list[Row]:
     return listed
 
 
+def own() -> list[Row]:
+    """Return the rows of this package's kernels, with the record of the most cases."""
+    data, found = results.load("nvidia", kind="checks"), {}
+    for r in sorted(data["checks"] if data else (), key=lambda r: r.get("cases") or 0):
+        name, *_ = r["subject"].split()
+        if name.split(".")[0] in MECHANISMS and r["level"] == "quick" and r["dtype"] in DTYPES:
+            found[name, r["dtype"]] = r
+    names = dict.fromkeys(name for m in MECHANISMS for name, _ in found if name.startswith(f"{m}.triton"))
+    gpu = data["environment"]["gpu"] if data else ""
+    return [Row(f"gla_ref.{name}", d, gpu, found.get((name, d))) for name in names for d in DTYPES]
+
+
 def claimed(name: str, dtype: str) -> bool:
     """Return whether the library claims tokens of a dtype for a function; PyTorch sends cuDNN 16 bits only."""
     supports = FUNCTIONS[name].supports
@@ -227,7 +240,8 @@ def _cell(row: Row | None, direction: str) -> str:
     said += " CPU" * (row.gpu == "CPU")
     kind = {"right": "right", "refuses": "right", "off": "refused"}.get(verdict, "wrong" * (verdict in WRONG))
     r = {"triton": "", "commit": ""} | (row.record or {})
-    tip = f"{verdict}; cases: {row.state}; {row.gpu}, Triton {r['triton']}, {r['commit'][:8]}"
+    where = filter(None, (row.gpu, r["triton"] and f"Triton {r['triton']}", r["commit"][:8]))
+    tip = f"{verdict}; cases: {row.state}; {', '.join(where)}"
     if verdict in WRONG:
         return f'<a class="{kind}" title="{escape(tip)}" style="color: inherit" href="#{_place(row)}">{said}</a>'
     return f'<span class="{kind}" title="{escape(tip)}">{said}</span>'
