@@ -29,7 +29,7 @@ from suites import SUITES, Case, inputs
 
 
 def shapes() -> dict[str, Case]:
-    """One case a shape, by "K/V", "K/V B=1", "host" or "kda H": short, since fla compiles heads apart, no length."""
+    """Cases by "K/V", "K/V B=1", "host" or "kda H". T is 512 in all: fla compiles anew for another H, not another T."""
     cases = {}
     for case in SUITES["gla"]():
         name = f"{case.K}/{case.V}" + (" B=1" if case.B == 1 else "")

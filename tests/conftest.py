@@ -105,7 +105,7 @@ def pytest_pycollect_makeitem(collector, obj):
 
 
 def pytest_generate_tests(metafunc):
-    """Nor of a parameter that it leaves out."""
+    """Make no tests of the parameters that the run leaves out: keep the others when a test is parametrized."""
     parametrize = metafunc.parametrize
 
     def keep(names, values, *, ids=None, **more):

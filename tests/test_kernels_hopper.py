@@ -70,11 +70,11 @@ KERNELS = {
     **{f"kda {path}": Kernel("kda", path=path, dtypes=(BF16,)) for path in PATHS},
     "kda gradient": Kernel("kda", back=True, dtypes=(BF16,)),
 }
-DELTA = [way for way, how in KERNELS.items() if how.mechanism in EVERY]
-GATED = [way for way, how in KERNELS.items() if how.mechanism != "delta_rule"]
-STATED = [way for way, how in KERNELS.items() if not how.plain]
-BOTH = [way for way in STATED if way in GATED]
-FORWARD = [way for way in DELTA if way in STATED and not KERNELS[way].back]
+OF_DELTA = [way for way, how in KERNELS.items() if how.mechanism in EVERY]
+WITH_GATES = [way for way, how in KERNELS.items() if how.mechanism != "delta_rule"]
+WITH_STATE = [way for way, how in KERNELS.items() if not how.plain]
+WITH_GATES_AND_STATE = [way for way in WITH_STATE if way in WITH_GATES]
+GATED_DELTA_FORWARD = [way for way in OF_DELTA if way in WITH_GATES_AND_STATE and not KERNELS[way].back]
 NAMES = ("q", "k", "v", "g", "beta", "do")
 
 
@@ -94,7 +94,7 @@ def cut(way):
     return KERNELS[way].path == "segmented"
 
 
-BACKWARD = [way for way in DELTA if KERNELS[way].back and not cut(way)]
+DELTA_BACKWARD = [way for way in OF_DELTA if KERNELS[way].back and not cut(way)]
 
 
 def given(way, *sizes, dtype=BF16, gates=None, **options):
@@ -208,7 +208,7 @@ def pairs(q, k, v, g, do, forward=False):
     thin(
         ways(KERNELS, LENGTHS),
         *((f"gla {way}", BF16, 330) for way in ("segmented", "gradient segmented")),
-        *((way, F16, 1) for way in GATED if F16 in KERNELS[way].dtypes),
+        *((way, F16, 1) for way in WITH_GATES if F16 in KERNELS[way].dtypes),
         *((f"delta_rule {way}", F16, 130) for way in ("fused", "gradient")),
     ),
 )
@@ -219,7 +219,7 @@ def test_every_length(way, dtype, T):
 
 
 @everywhere
-@pytest.mark.parametrize("way", thin(GATED, *(way for way in GATED if not cut(way))))
+@pytest.mark.parametrize("way", thin(WITH_GATES, *(way for way in WITH_GATES if not cut(way))))
 def test_every_size(way):
     how = KERNELS[way]
     for K, V in how.widths if CUDA else [how.widths[len(how.widths) // 2]]:
@@ -232,8 +232,8 @@ def test_every_size(way):
 @pytest.mark.parametrize(
     "way, kind",
     thin(
-        [(way, kind) for way in GATED for kind in LADDER],
-        *((way, "many resets") for way in GATED if way not in STATED),  # the others: packed sequences only
+        [(way, kind) for way in WITH_GATES for kind in LADDER],
+        *((way, "many resets") for way in WITH_GATES if way not in WITH_STATE),  # the others: packed sequences only
         *((way, "mild and strong chunks") for way in ("gla fused", "gla gradient", "gated_delta_rule segmented")),
         *(("kda fused", kind) for kind in ("-20", "one strong channel")),
         ("kda gradient", "-20"),
@@ -249,7 +249,7 @@ def test_the_gate_ladder(way, kind):
 @pytest.mark.parametrize(
     "way, correlation, strength",
     thin(
-        [(way, *key) for way in DELTA for key in KEYS],
+        [(way, *key) for way in OF_DELTA for key in KEYS],
         *((f"delta_rule {way}", 1.0, 2.0) for way in ("fused", "segmented")),
         *((way, 1.0, 2.0) for way in ("gated_delta_rule ahead", "kda fused", "kda gradient")),
         *((f"{rule} gradient{path}", 0.99, 1.0) for rule, path in zip(RULES, ("", " segmented"), strict=True)),
@@ -274,7 +274,7 @@ def test_keys_of_other_lengths(correlation, length, dtype):
 
 
 @everywhere
-@pytest.mark.parametrize("way, dtype", thin(ways(STATED), *((way, BF16) for way in BOTH)))
+@pytest.mark.parametrize("way, dtype", thin(ways(WITH_STATE), *((way, BF16) for way in WITH_GATES_AND_STATE)))
 def test_packed_sequences(way, dtype):
     ends, (first, *_, last) = LONG if CUDA else CUT, KERNELS[way].widths
     for kind, (K, V) in itertools.product((MILD, "many resets"), (first, last)) if CUDA else [("many resets", first)]:
@@ -283,7 +283,7 @@ def test_packed_sequences(way, dtype):
 
 @everywhere
 @pytest.mark.parametrize("groups", thin((1, 2, 4), 4))
-@pytest.mark.parametrize("way, dtype", thin(ways(BACKWARD), ("gated_delta_rule gradient", BF16)))
+@pytest.mark.parametrize("way, dtype", thin(ways(DELTA_BACKWARD), ("gated_delta_rule gradient", BF16)))
 def test_value_heads_of_a_key_head(groups, way, dtype):
     for K, V in WIDTHS if CUDA else WIDTHS[:1]:
         check(way, 2, 1, 1, K, V, groups=groups, dtype=dtype, gates=dtype)
@@ -291,7 +291,7 @@ def test_value_heads_of_a_key_head(groups, way, dtype):
         check(way, 1, 105, 1, K, V, groups=groups, dtype=dtype, ends=(0, 40, 40, 105), kind="many resets")
 
 
-SCALES = [*itertools.product(BOTH, (0.0, -2.0)), ("gated_delta_rule gradient", 1e-9)]
+SCALES = [*itertools.product(WITH_GATES_AND_STATE, (0.0, -2.0)), ("gated_delta_rule gradient", 1e-9)]
 FEW = *SCALES[:2], *(x for x in SCALES if "gated" in x[0] and not cut(x[0]))
 
 
@@ -302,7 +302,7 @@ def test_any_scale(way, scale):
 
 
 @played_here
-@pytest.mark.parametrize("way", thin(BOTH, *(way for way in FORWARD if way in GATED), "gated_delta_rule gradient"))
+@pytest.mark.parametrize("way", thin(WITH_GATES_AND_STATE, *GATED_DELTA_FORWARD, "gated_delta_rule gradient"))
 def test_without_states(way):
     """No initial state, and no gradient of the final one."""
     x, judged = given(way, *small(way), S=0.0, groups=1)
@@ -328,7 +328,7 @@ def test_without_dg_the_other_gradients_are_the_same(way):
 
 
 @everywhere
-@pytest.mark.parametrize("way, dtype", thin(ways(STATED), *((way, BF16) for way in BOTH)))
+@pytest.mark.parametrize("way, dtype", thin(ways(WITH_STATE), *((way, BF16) for way in WITH_GATES_AND_STATE)))
 def test_no_sequence_sees_a_neighbour_of_nan(way, dtype):
     ends, rows = (0, 70, 130, 200), slice(70, 130)
     x, _ = given(way, 1, 200, 1, *KERNELS[way].widths[0], dtype=dtype, ends=ends, groups=1)
@@ -345,7 +345,7 @@ def test_no_sequence_sees_a_neighbour_of_nan(way, dtype):
     assert same(beside, right)
 
 
-MISSING = [(way, n) for way in FORWARD if way in GATED for n in NAMES[:5]]
+MISSING = [(way, n) for way in GATED_DELTA_FORWARD for n in NAMES[:5]]
 QUICK = ("gated_delta_rule fused", "v"), ("gated_delta_rule segmented", "k"), ("kda fused", "g")
 
 
@@ -368,7 +368,7 @@ def test_nan_stays_nan(way, name):
 
 
 @played_here
-@pytest.mark.parametrize("way", thin(GATED, *(x for x in GATED if x not in ("gla fused", "gla gradient segmented"))))
+@pytest.mark.parametrize("way", thin(WITH_GATES, *({*WITH_GATES} - {"gla fused", "gla gradient segmented"})))
 def test_any_order_of_steps_gives_the_same_bits(way):
     how, ends = KERNELS[way], None if KERNELS[way].plain else CUT
     T, groups = (130 if how.plain else CUT[-1]), 4 if way == "gated_delta_rule gradient" else 2 if how.plain else 1
@@ -444,7 +444,7 @@ def test_every_barrier_is_needed(bar):
 
 
 @played_here
-@pytest.mark.parametrize("way", [way for way in DELTA if way in GATED and way in STATED and not cut(way)])
+@pytest.mark.parametrize("way", [way for way in OF_DELTA if way in WITH_GATES_AND_STATE and not cut(way)])
 def test_a_missing_fence_is_seen(way, monkeypatch):
     x, _ = given(way, 1, 64, 1, 64, 64, groups=1)
     monkeypatch.setitem(played_gluon.STANDS_IN, "fence_async_shared", lambda: None)
@@ -473,7 +473,7 @@ def test_equal_from_run_to_run(way, poisoned):
 
 
 @on_hopper
-@pytest.mark.parametrize("way, dtype", ways(way for way in STATED if not cut(way) and not KERNELS[way].back))
+@pytest.mark.parametrize("way, dtype", ways(way for way in WITH_STATE if not cut(way) and not KERNELS[way].back))
 def test_a_batch_changes_no_bit(way, dtype):
     """Few heads by narrow programs, many by wide ones."""
     how = KERNELS[way]._replace(path="fused")
@@ -486,14 +486,14 @@ def test_a_batch_changes_no_bit(way, dtype):
 
 
 @on_hopper
-@pytest.mark.parametrize("way, dtype", ways(STATED))
+@pytest.mark.parametrize("way, dtype", ways(WITH_STATE))
 def test_many_heads(way, dtype):
     """More programs than multiprocessors; where other tests have narrow ones, wide."""
     check(way, 10, 200, 4, 128, 128, dtype=dtype)
 
 
 @on_hopper
-@pytest.mark.parametrize("way, dtype", ways(way for way in STATED if "gla" in way))
+@pytest.mark.parametrize("way, dtype", ways(way for way in WITH_STATE if "gla" in way))
 def test_gates_in_other_precisions(way, dtype):
     for kind in (MILD, "many resets", "-20"):
         for gate in {F16, BF16, F32} - {dtype} if not KERNELS[way].back else {F16}:

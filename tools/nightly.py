@@ -157,7 +157,8 @@ def status() -> str:
             rows.append([f"`{name}`", part.what, "not run yet", "–", "–", "–", "–"])
     text = f"# Status\n\nWritten by `tools/nightly.py` from `{RECORD.relative_to(ROOT)}`. `make nightly` runs the "
     text += "parts whose files have changed since their last right run; `.venv/bin/python tools/nightly.py --due` "
-    text += "lists them. The gate (`.ci/run`) runs on every change and is not listed.\n\n"
+    text += "lists them. If a part is listed there or has no date, what it covers is not known to hold at this commit. "
+    text += "The gate (`.ci/run`) runs on every change and is not in the table.\n\n"
     head = ["part", "what", "result", "tests", "seconds", "commit", "date"]
     text += tabulate(rows, head, tablefmt="github") + "\n"
     if measured:

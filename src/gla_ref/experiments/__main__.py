@@ -1,7 +1,7 @@
 """`python -m gla_ref.experiments NAME`: run an experiment, or go on with it (chapter 19).
 
-Exit status: 0 all runs are done, 1 one failed, 2 cannot run as asked, 3 time was up or a signal came (call again to go
-on).
+Exit status: 0 all runs are done, 1 a run or a program side by side failed, 2 cannot run as asked, 3 time was up or a
+signal came (call again to go on).
 """
 
 import argparse
@@ -9,6 +9,7 @@ import ast
 import fnmatch
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from ._driver import carry_out_all, record_of
 from .runs import Place
 
 PRESETS = ("live", "tiny")  # settings of an experiment, whose defaults are "full"
-EARLIER = ("ablations", "length")  # experiments that have records, while their programs are in the history
+EARLIER = ("ablations", "length")  # experiments with records here, whose programs only older commits have
 
 
 def chosen_settings(module, args: argparse.Namespace):
@@ -82,10 +83,11 @@ def run(args: argparse.Namespace) -> int:
         if alone:
             place = replace(place, progress=lambda done, total: bar.update(1))
         outcome = carry_out_all(runs, place, file, lambda name: bar.update(1) if unit == "run" else None)
-    for process in others:
+    for number, process in enumerate(others, 1):
         if outcome.left:
             process.terminate()  # it stops with a checkpoint
-        process.wait()
+        if (status := process.wait()) not in (0, 3, -signal.SIGINT, -signal.SIGTERM):
+            outcome.failed[f"program {number} side by side"] = ChildProcessError(f"its exit status is {status}")
     for name, reason in outcome.failed.items():
         print(f"{name} failed: {type(reason).__name__}: {reason}", file=sys.stderr)
     if file.exists():
@@ -138,22 +140,19 @@ def main(argv: list[str] | None = None) -> int:
         presets = ["full", *(preset for preset in PRESETS if hasattr(module.Settings, preset))]
         command = commands.add_parser(name, help=about, description=module.__doc__)
         command.set_defaults(function=run)
-        command.add_argument("--preset", choices=presets, default="full", help="of the settings")
-        command.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], help="change a setting")
-        command.add_argument("--seeds", type=positive(int), default=3, help="of each run, default %(default)s")
-        command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
-        command.add_argument("--jobs", type=positive(int), default=1, help="runs side by side, default %(default)s")
-        command.add_argument("--minutes", type=positive(float), help="stop then, with checkpoints, to go on later")
-        command.add_argument(
-            "--save-every", type=positive(float), default=60, metavar="SECONDS", help="checkpoints, default %(default)s"
-        )
-        command.add_argument("--compile", action="store_true", help="use torch.compile: same results but for rounding")
-        command.add_argument(
-            "--only", metavar="PATTERN", nargs="+", default=["*"], help="only runs of such names: --only 'main/gla/*'"
-        )
-        command.add_argument("--records", type=Path, help="file of records; default benchmarks/results/GPU-NAME.json")
-        command.add_argument("--folder", type=Path, default=Path("_build/experiments"), help="of checkpoints")
-        command.add_argument("--texts", type=Path, default=Path("_build/texts"), help="folder of prepared texts")
+        add = command.add_argument
+        add("--preset", choices=presets, default="full", help="of the settings")
+        add("--set", metavar="FIELD=VALUE", action="append", default=[], help="change a setting")
+        add("--seeds", type=positive(int), default=3, help="number of seeds of each run, default %(default)s")
+        add("--device", default="cpu", help="cpu, cuda, cuda:1; default %(default)s")
+        add("--jobs", type=positive(int), default=1, help="runs side by side, default %(default)s")
+        add("--minutes", type=positive(float), help="stop then, with checkpoints, to go on later")
+        add("--save-every", type=positive(float), default=60, metavar="SECONDS", help="checkpoint, default %(default)s")
+        add("--compile", action="store_true", help="use torch.compile: same results but for rounding")
+        add("--only", metavar="PATTERN", nargs="+", default=["*"], help="only runs of such names: --only 'main/gla/*'")
+        add("--records", type=Path, help="file of records; default benchmarks/results/GPU-NAME.json")
+        add("--folder", type=Path, default=Path("_build/experiments"), help="of checkpoints")
+        add("--texts", type=Path, default=Path("_build/texts"), help="folder of prepared texts")
     command = commands.add_parser("report", help="scores with intervals, baselines and sizes of states")
     command.set_defaults(function=report)
     command.add_argument("records", type=Path, nargs="+", help="JSON files of records")

@@ -83,9 +83,9 @@ def backward(
     def one(q, k, v, g, beta, do, initial_state, dS, scale, C):
         """Forward over the chunks for their states and writes, then back over them with dS."""
         HV, gates = v.shape[2], torch.zeros_like(beta) if g is None else g
-        many = scale * for_value_heads(q, HV), for_value_heads(k, HV), v, gates[..., None], beta[..., None]
+        per_value_head = scale * for_value_heads(q, HV), for_value_heads(k, HV), v, gates[..., None], beta[..., None]
         S, kept, out = initial_state, [], []
-        for *x, do_n in by_chunk(C, *many, do):
+        for *x, do_n in by_chunk(C, *per_value_head, do):
             chunk = Chunk(*x, S)
             kept.append((chunk, do_n))
             S = chunk.end

@@ -25,14 +25,14 @@ class Call:
     """One call on this rank: its segments, and cuts of tokens and states into segments.
 
     Attributes:
-        known: of each batch, the M and the reads that its map was made with, for the gradient; empty where they do not
-            serve: a packed sequence that comes in need not be the one that goes out.
+        kept_maps: of each batch, the M and the reads that its map was made with, for the gradient; empty where they do
+            not serve: a packed sequence that comes in need not be the one that goes out.
         made: of each batch, the tensors that its map has prepared for the walk.
     """
 
     def __init__(self, ranks: Ranks, kind: CallKind, segment_length: int | None, cu: Tensor | None):
         plan, lengths, r = kind.plan, kind.lengths, ranks.rank
-        self.walk, self.cu, self.known, self.made = kind.walk, cu, [], []
+        self.walk, self.cu, self.kept_maps, self.made = kind.walk, cu, [], []
         self.exchange = Exchange(ranks, plan, kind.facts, kind.tag)
         a, total = sum(lengths[:r]), sum(lengths)
         self.tokens, n = lengths[r], plan.segments[r]
@@ -127,7 +127,7 @@ class Enter(torch.autograd.Function):
                 M, X, read, made = write_map(call.walk, x, reads)
             maps.append((M, X))
             call.made.append([] if call.cu is not None else made)
-            call.known += [] if read is None else [*M, read]
+            call.kept_maps += [] if read is None else [*M, read]
         S = None if initial is None else initial.to(call.walk.dtype)
         return tuple(call.together(call.between(maps, [zero_elsewhere(S, own.begin_here) for own in call.segments])))
 
@@ -144,7 +144,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """(call, names, o and states of batches, their tokens, `known`) -> o and the states of sequences that end here.
+    """(call, names, o and states of batches, their tokens, `kept_maps`) -> o and the states of sequences that end.
 
     o is not copied, so it must not be changed in place.
     """
@@ -167,10 +167,10 @@ class Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do: Tensor | None, d_state: Tensor | None):
         call, saved = ctx.call, ctx.saved_tensors  # read them once: a checkpoint hands out saved tensors only once
-        tokens, known = saved[: ctx.n], saved[ctx.n :]
+        tokens, kept = saved[: ctx.n], saved[ctx.n :]
         do = call.cut(ctx.zeros() if do is None else do)
-        known = list(zip(known[::2], known[1::2], strict=True)) or [None] * len(do)
-        batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, known, strict=True)
+        kept_maps = list(zip(kept[::2], kept[1::2], strict=True)) or [None] * len(do)
+        batches = zip(call.batches_of(ctx.names, tokens, backwards=True), do, kept_maps, strict=True)
         with contract.outside_autocast(*tokens):  # a gradient may be asked for inside it
             with call.exchange.ranks.stage("maps"):
                 maps = [read_map(call.walk, *batch) for batch in batches]
@@ -194,11 +194,13 @@ def split_over_ranks(
         cut = {name: call.cut(x) for name, x in tokens.items()}
         flat = [x[i] for i in range(len(call.batches)) for x in cut.values()]
         starts = Enter.apply(call, tuple(cut), initial_state, *flat)
-        known, call.known = call.known, []  # `Leave` saves them
+        kept_maps, call.kept_maps = call.kept_maps, []  # `Leave` saves them
         o, S = [], []
         for i, piece in enumerate(call.segments[:: call.rows]):
-            here, made, call.made[i] = {name: x[i] for name, x in cut.items()}, call.made[i], None
+            here = {name: x[i] for name, x in cut.items()}
+            made = call.made[i]
+            call.made[i] = None  # so that the walk's tensors can be freed
             o_i, S_i = call.walk.resumed(here, starts[i], made, piece.cu)
             o.append(o_i)
             S.append(S_i)
-        return Leave.apply(call, tuple(cut), *o, *S, *flat, *known)
+        return Leave.apply(call, tuple(cut), *o, *S, *flat, *kept_maps)

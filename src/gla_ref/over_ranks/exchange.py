@@ -32,6 +32,7 @@ class Ranks:
     """A process group, and this rank's knowledge of the calls that its ranks make.
 
     Attributes:
+        rank, size, agreement: this rank's number, the number of ranks, and the questions that all ranks answer.
         kinds: the kinds of calls that this rank has made (`CallKind` of _kinds.py), by their signatures.
         agreed_facts: the facts that all ranks have agreed upon, of each kind of call.
         lookout: the thread that says why a GPU waits; None before the first exchange.
@@ -39,7 +40,7 @@ class Ranks:
         stage: the context of each stage of a call, "maps" or "exchange"; a program that measures sets its own.
     """
 
-    known: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()  # a destroyed group can be freed
+    of_group: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()  # a destroyed group can be freed
 
     def __init__(self, group: dist.ProcessGroup):
         self._group, self.rank, self.size = ref(group), dist.get_rank(group), dist.get_world_size(group)
@@ -58,7 +59,7 @@ class Ranks:
             group = group.get_group()  # the mesh has one dimension
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: expected a process group that has this rank, or a DeviceMesh, got {group!r}")
-        return Ranks.known.get(group) or Ranks.known.setdefault(group, Ranks(group))
+        return Ranks.of_group.get(group) or Ranks.of_group.setdefault(group, Ranks(group))
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -158,18 +158,18 @@ def write_map(walk: Walk, x: Tokens, reads=False) -> tuple[tuple[Tensor, ...], T
 
 
 def read_map(
-    walk: Walk, x: Tokens, do: Tensor, known: tuple[Tensor, Tensor] | None = None
+    walk: Walk, x: Tokens, do: Tensor, kept_map: tuple[Tensor, Tensor] | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Find (M^T, A) of rows of tokens, from right to left, from q, do and gates (for the delta rules, from k too).
 
-    `known` are the M and the reads of the same tokens that `write_map` has found for a delta rule, if it has.
+    `kept_map` is the M and the reads of the same tokens that `write_map` has found for a delta rule, if it has.
     """
     q, g, g_v = x["q"], x.get("g"), x.get("g_v")
     if "beta" in x:
-        if known is None:
+        if kept_map is None:
             (M,), _, reads, _ = write_map(walk, x, reads=True)
         else:
-            M, reads = known
+            M, reads = kept_map
         if walk.kernel:
             from ..kernels.portable.border import added
 

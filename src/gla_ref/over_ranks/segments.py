@@ -28,7 +28,9 @@ class Segment:
     """Tokens a to e of all. Nothing here waits for a GPU.
 
     Without `cu` there are B sequences that cross every border, and the host knows all of this. With `cu` [N + 1] it is
-    in tensors: [1] for a border, [N] for the sequences, [T] for the tokens from a to e.
+    in tensors: [1] for a border, [N] for the sequences, [T] for the tokens from a to e. If a = 5, e = 12
+    and cu = 0 3 9 30, `left` is 3-9, which goes on after a and stops here; `right` is 9-30, which starts here and goes
+    on after e.
 
     Attributes:
         left, right: the sequences that hold the token before a, and the token before e.

@@ -22,7 +22,7 @@ VALUES += [[1, 0, 0], [0, 0, 3], [0, 2, 0], [1, 1, 0], [0, 0, 1], [2, 0, 0]]
 
 
 def online_softmax() -> Explorable:
-    """One query reads twelve keys in tiles; every number comes from `softmax.merge_outputs`.
+    """One query reads twelve keys in tiles; `softmax` computes m, d′ and o′ of every frame.
 
     Two frames a tile: the maximum with the old sum rescaled, and the tile's own sum added.
     """
@@ -131,8 +131,8 @@ def _height(y: Tensor) -> float:  # the place of a score
 
 
 def _bar(j: int, x_j: Tensor, m: Tensor, kind: str) -> str:
-    """exp(x_j - m), as the merge of the statistics (x_j, 1) with those of no key below m, (m, 0)."""
-    _, e = softmax.merge((x_j, torch.ones_like(x_j)), (m, torch.zeros_like(m)))
+    """A bar of height exp(x_j - m)."""
+    e = (x_j - m).exp()
     bar = rect(_column(j) + 6, BASE - BAR * e, COLUMN - 12, BAR * e, kind)
     return bar if "dashed" in kind else part(f"Key {j + 1}: exp({x_j:.2f} − {m:.2f}) = {e:.2f}.", bar)
 
