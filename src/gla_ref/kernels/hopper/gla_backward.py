@@ -14,9 +14,9 @@ b as in gla_forward.py, except that here a strong chunk keeps its mild channels'
 (4) counts the paths that cross token t, as portable/gla_gradient.py does, which says why pairs i = j stay apart.
 Reference: :mod:`gla_ref.gradients.gla`.
 
-First `walk` of gla_forward.py stores the state before each chunk in 16 bits (k, v, g in: 5 units, of one tensor's
-bytes). Then `unwind` goes from the last chunk to the first (q, k, v, g, do, states in; dq, dk, dv, dg out: 11 units).
-It has three roles, which work on different chunks at the same time::
+First `walk` of gla_forward.py stores the state before each chunk in 16 bits (k, v, g in, states out: 5 units, of one
+tensor's bytes, at K = V = 128). Then `unwind` goes from the last chunk to the first (q, k, v, g, do, states in; dq, dk,
+dv, dg out: 11 units). It has three roles, which work on different chunks at the same time::
 
     loader        1 warp     asks the copy engine (TMA) for what a tile has room for
     transformer   4 warps    before: q', k', the state's factors, is the chunk strong?   after: e^(b - r), e^(r - b) of

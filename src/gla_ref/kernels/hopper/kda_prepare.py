@@ -22,7 +22,7 @@ Where gates are strong little else is left of P, and dbeta's largest errors were
 *Strong chunks* have a block and channel below LIMIT. `prepare` flags them; its q^ and e^(b_C) are right there too.
 `mend` makes k~, P, W and U of flagged chunks again: pairs inside a block by levels (tokens meet at the middle of the
 smallest block of 2^n tokens that holds both), pairs of different blocks as above with c_J at the block's end. No
-exponent is above 1, so the answer is exact for every gate. A program looks through at most 64 flags.
+exponent is above 1, so nothing overflows, and every gate is allowed. A program looks through at most 64 flags.
 
 For a gradient T leaves too (`d_T`), and strengths below LEAST in size count as LEAST, since it divides by them.
 

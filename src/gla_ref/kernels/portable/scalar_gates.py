@@ -1,10 +1,10 @@
-"""A scalar gate in the chunks of linear.py: its running sums, and its gradient (chapter 9).
+"""A scalar gate in chunks: its running sums, and its gradient (chapter 9).
 
     b_i = g_1 + ... + g_i within a chunk        decay from token j to token i = e^(b_i - b_j)
 
-Reference: :mod:`gla_ref.simple_gla`. `sum_gates` runs once before the kernels that walk over chunks, and writes
-8 bytes per token: a scan inside the walk's loop would add its whole latency. `gate_gradient` works on all chunks at
-once, with their states.
+Reference: :mod:`gla_ref.simple_gla`. For linear.py `sum_gates` runs once before the kernels that walk over chunks, and
+writes 8 bytes per token and head: a scan inside the walk's loop would add its whole latency. `gate_gradient` works on
+all chunks at once, with their states. delta_forward.py and delta_gradient.py take the sums and decays from here.
 """
 
 from __future__ import annotations
