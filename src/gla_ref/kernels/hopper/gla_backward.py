@@ -65,7 +65,7 @@ from triton.experimental.gluon import language as gl
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
 from ..portable import gla_forward as portable
-from ..portable.gla_forward import Readers, all_between, both_halves, clamped, meetings, sums, to_border
+from ..portable.gla_forward import Readers, both_halves, clamped, gates_to_all_borders, meetings, sums, to_border
 from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import FLOOR, STAY, VARYING, load_tile, operand, patterns, product, store_tile
 from .gla_forward import Roles, on_hopper
@@ -522,7 +522,7 @@ def mend_gradient(
         return
     # once for all chunks
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    masks, meeting = all_between(LEVELS, C, FAST_SUMS), meetings(LEVELS, C)
+    masks, meeting = gates_to_all_borders(LEVELS, C, FAST_SUMS), meetings(LEVELS, C)
     for i in tl.range(first, tl.minimum(first + BN, n_flags), disable_licm=STAY):
         if tl.load(strong + i) != 0:
             i_h, i_s = i % H, i // H

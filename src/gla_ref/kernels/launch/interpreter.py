@@ -69,10 +69,9 @@ def mend() -> None:
 
 
 def remember(cls: type, key: Callable, *own: str) -> None:
-    """Let objects copy the fields that were worked out for an equal key before; `own` are the first arguments.
+    """Let objects copy fields worked out for an equal key before; `own` are the first arguments, all by position.
 
-    Arguments come by position, as in all of Triton's own calls. A key may have the identity of an object that one of
-    these fields holds, since the fields are kept.
+    A key may have the identity of an object that one of these fields holds, since the fields are kept.
     """
     init, known = cls.__init__, {}
 
