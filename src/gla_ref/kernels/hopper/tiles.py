@@ -69,7 +69,9 @@ def gate_sums(b_g, signs, halves, layout: gl.constexpr, W: gl.constexpr):
     over the rows of a tile would go from warp to warp.
     """
     of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
-    zeros, zeros_r = gl.zeros(b_g.shape, gl.float32, layout), gl.zeros([b_g.shape[1], 16], gl.float32, of_r)
+    C: gl.constexpr = b_g.shape[0]
+    BK: gl.constexpr = b_g.shape[1]
+    zeros, zeros_r = gl.zeros([C, BK], gl.float32, layout), gl.zeros([BK, 16], gl.float32, of_r)
     x = warpgroup_mma(signs, b_g, zeros, use_acc=False, is_async=True)
     r = warpgroup_mma(b_g.permute((1, 0)), halves, zeros_r, use_acc=False, is_async=True)
     x, r = warpgroup_mma_wait(0, deps=[x, r])

@@ -1,4 +1,4 @@
-"""A scalar gate in chunks: its running sums, and its gradient (chapter 9).
+"""A scalar gate in chunks: its running sums, and its gradient (chapters 7 to 9).
 
     b_i = g_1 + ... + g_i within a chunk        decay from token j to token i = e^(b_i - b_j)
 
