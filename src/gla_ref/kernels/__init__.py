@@ -1,4 +1,4 @@
-"""Triton kernels, one mechanism a file (chapter 4); they need Triton, and a GPU or TRITON_INTERPRET=1.
+"""Kernels in Triton, and the functions that launch them (chapter 4); they need Triton, and a GPU or TRITON_INTERPRET=1.
 
 Of this package `import gla_ref` loads only what needs no Triton.
 """
@@ -68,7 +68,7 @@ def plan(mechanism: str, *tensors: Tensor, direction: str = "forward", hardware=
 
     Args:
         mechanism: a key of `gla_ref.FORMS`.
-        tensors: as in a call, `q, k, v[, g]`; on any device, "meta" too.
+        tensors: all that the mechanism requires, in the order of its call; on any device, "meta" too.
         direction: "forward", or "backward" (for the gradients of everything, of a loss of o).
         hardware: the class of GPU to plan for, such as "sm_80"; None for that of the tensors.
         options: as in a call: `g_v`, `scale`, `initial_state`, `cu_seqlens`, `path`, `kernel`.

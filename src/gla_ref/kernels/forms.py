@@ -1,4 +1,4 @@
-"""The functions behind the kernels of `gla_ref.FORMS`, imported together (chapters 3 to 20)."""
+"""The functions behind the kernels of `gla_ref.FORMS`, imported together (chapters 3 to 24)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One token after another: the functions that one calls to decode (chapters 16 and 20).
+"""One token after another: the functions that one calls to decode (chapters 16 and 20; KDA: 24).
 
 The kernel is in portable/gla_step.py. Forward only: that nothing needs a gradient is checked in every call.
 """

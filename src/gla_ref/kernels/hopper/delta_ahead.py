@@ -47,7 +47,7 @@ from ..launch.plan import Box, Plan, Spec, cdiv
 from ..portable.delta_forward import launch_carry_maps
 from ..portable.segments import slots
 from . import delta_chunk
-from .delta_chunk import VARIABLE, C, Shared, load_state, read, state_columns, store_o, write
+from .delta_chunk import VARYING, C, Shared, load_state, read, state_columns, store_o, write
 from .delta_solve import launch_solve, load_decays, load_divisors
 from .gluon import copy_in, fence_async_shared, mbarrier, tma
 from .ring import invalidate, new_barriers
@@ -159,7 +159,7 @@ def walker(
         gl.store(state_columns(S_out, i_s, i_h, o_v, HV, K, W, BV, of_S), S)
 
 
-@gluon.jit(do_not_specialize=VARIABLE)
+@gluon.jit(do_not_specialize=VARYING)
 def walk(
     q, k, v, d_T, d_P, decays, d_o, o, S_in, S_out, cu, N, T, L, HV, G, scale,
     K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,

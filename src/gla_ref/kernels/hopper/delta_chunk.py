@@ -29,13 +29,14 @@ from triton.experimental.gluon import language as gl
 from ... import _contract as contract
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Spec, cdiv
+from ..portable import tiles as portable
 from ..portable.segments import sequences, slots
 from .gluon import barrier, fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from .tiles import LOG2E, operand, store_box, store_rows
 
 C = gl.constexpr(64)  # tokens of a chunk
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
-VARIABLE = ("N", "T", "L", "HV", "G", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh", "zero")
+VARYING = (*portable.VARYING, "HV", "G", "n_forwards", "zero")
 
 
 @gluon.jit

@@ -55,7 +55,7 @@ from triton.experimental.gluon import language as gl
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, cdiv
 from . import delta_chunk
-from .delta_chunk import VARIABLE, C, since_until, strides, summed, which_sequence
+from .delta_chunk import VARYING, C, since_until, strides, summed, which_sequence
 from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, largest, spread
 from .delta_walks import state_rows
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -334,7 +334,7 @@ def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.con
     gl.store(state_rows(S_out, i_n, i_h, 0, HV, K, V, state, V), S)
 
 
-@gluon.jit(do_not_specialize=VARIABLE)
+@gluon.jit(do_not_specialize=VARYING)
 def fused(
     q, k, v, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_o, o, S_in, S_out, strong, cu, T, HV, G, scale, zero,
     K: gl.constexpr, V: gl.constexpr, EXACT: gl.constexpr, R_SOLVER: gl.constexpr,

@@ -63,8 +63,7 @@ from ..launch.plan import Spec
 from ..portable.delta_forward import BETA, COARSE, FINE, SINCE, UNTIL, DeltaCall
 from ..portable.delta_forward import ROWS as FACTORS
 from ..portable.delta_gradient import Made
-from .delta_chunk import barrier, load_tokens, row_column, strides
-from .delta_solve import C
+from .delta_chunk import C, barrier, load_tokens, row_column, strides
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
 from .tiles import add, behind, box, keep_rows, store_own_rows, which_segment
@@ -284,6 +283,8 @@ def over(x, y, i, j, N: gl.constexpr, layout: gl.constexpr, X_T: gl.constexpr = 
 @gluon.jit
 def rows_and_columns(never, layout: gl.constexpr):
     """`row_column` of a tile whose numbers the compiler cannot keep from turn to turn: `never` is 0."""
+    # Bits 1 and 2 of a column's number come from the lane (mask 6), all others from the register (57): only what the
+    # lane decides gets `never`, the rest stays constants
     i, j = row_column(C, layout)
     return i + never, ((j & 6) + never) | (j & 57)
 

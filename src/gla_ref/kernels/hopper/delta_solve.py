@@ -25,13 +25,13 @@ from triton.experimental.gluon import language as gl
 
 from ..launch.plan import Box, Spec
 from ..portable.delta_forward import DeltaCall
-from .delta_chunk import VARIABLE, C, Shared, barrier, decays, load_tokens, row_column, since_until, strides, summed
+from .delta_chunk import VARYING, C, Shared, barrier, decays, load_tokens, row_column, since_until, strides, summed
 from .delta_inverse import allocate_scratch, eliminate, inverse, spread
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .tiles import keep_rows, operand, which_segment
 
 
-@gluon.jit(do_not_specialize=VARIABLE)
+@gluon.jit(do_not_specialize=VARYING)
 def solve(
     q, k, g, beta, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, d_Y, d_P, factors, cu, N, T, HV, G,
     K: gl.constexpr, ROWS: gl.constexpr, BETA: gl.constexpr, SINCE: gl.constexpr, UNTIL: gl.constexpr,

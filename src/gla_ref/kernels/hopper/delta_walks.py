@@ -46,7 +46,7 @@ from triton.experimental.gluon import language as gl
 from ..launch.plan import Box, Spec
 from ..portable.delta_forward import BETA, SINCE, UNTIL, DeltaCall
 from ..portable.delta_forward import ROWS as FACTORS
-from .delta_chunk import VARIABLE, barrier
+from .delta_chunk import VARYING, barrier
 from .delta_solve import C, load_divisors
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
@@ -397,7 +397,7 @@ def either_loader(back, forwards, backwards, factors, tiles, bars, part, scale, 
         loader(forwards, factors, tiles, bars, part, scale, ROWS)
 
 
-@gluon.jit(do_not_specialize=(*VARIABLE, "n_forwards"))
+@gluon.jit(do_not_specialize=VARYING)
 def walks(
     q, k, v, do, d_Y, d_P, factors, S_in, S_out, states, writes, d_states, d_writes,
     R_in, R_out, dstates, rows, d_dstates, d_rows, cu, n_forwards, N, T, L, HV, G, scale,

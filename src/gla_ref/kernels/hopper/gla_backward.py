@@ -14,9 +14,9 @@ b as in gla_forward.py, except that here a strong chunk keeps its mild channels'
 (4) counts the paths that cross token t, as portable/gla_gradient.py does, which says why pairs i = j stay apart.
 Reference: :mod:`gla_ref.gradients.gla`.
 
-First `walk` of gla_forward.py stores the state before each chunk in 16 bits (k, v, g in: 5 units, of one tensor's
-bytes). Then `unwind` goes from the last chunk to the first (q, k, v, g, do, states in; dq, dk, dv, dg out: 11 units).
-It has three roles, which work on different chunks at the same time::
+First `walk` of gla_forward.py stores the state before each chunk in 16 bits (k, v, g in, states out: 5 units, of one
+tensor's bytes, at K = V = 128). Then `unwind` goes from the last chunk to the first (q, k, v, g, do, states in; dq, dk,
+dv, dg out: 11 units). It has three roles, which work on different chunks at the same time::
 
     loader        1 warp     asks the copy engine (TMA) for what a tile has room for
     transformer   4 warps    before: q', k', the state's factors, is the chunk strong?   after: e^(b - r), e^(r - b) of
@@ -65,7 +65,7 @@ from triton.experimental.gluon import language as gl
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
 from ..portable import gla_forward as portable
-from ..portable.gla_forward import Readers, all_between, both_halves, clamped, meetings, sums, to_border
+from ..portable.gla_forward import Readers, both_halves, clamped, gates_to_all_borders, meetings, sums, to_border
 from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import FLOOR, STAY, VARYING, load_tile, operand, patterns, product, store_tile
 from .gla_forward import Roles, on_hopper
@@ -81,7 +81,7 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .ring import invalidate, new_barriers
-from .tiles import LOG2E, add, behind, box, keep_rows, scaled, store_box, store_rows
+from .tiles import LOG2E, add, behind, box, gate_sums, keep_rows, scaled, store_box, store_rows
 from .tiles import which_segment as which_segment_of_warps
 
 
@@ -160,8 +160,7 @@ def transformer(
             transform(tiles, sides, bars, signs, halves, strong, i, i_h, i_0, begin, end, n, H, C, BK, LIMIT, PACKED, W)
         if i > 0:
             finish(
-                outs, tiles, sides, bars, signs, outputs, i - 1, i_b, i_h, begin, end, n, H, K, scale,
-                C, BK, PACKED, W,
+                outs, tiles, sides, bars, signs, outputs, i - 1, i_b, i_h, begin, end, n, H, K, scale, C, BK, PACKED, W,
             )
 
 
@@ -172,7 +171,6 @@ def transform(
 ):
     """q' and k' in place of q and k, the factors of the state and of a strong chunk's channels, and its flag."""
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
-    of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, tile))[:, None]
     s = i % 2
@@ -187,13 +185,7 @@ def transform(
             keep_rows(b_k, left, tile)
             keep_rows(b_g, left, tile)
             fence_async_shared()
-    # b - r and r as products, as in gla_forward.py
-    x = warpgroup_mma(signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False, is_async=True)
-    r = warpgroup_mma(
-        b_g.permute((1, 0)), halves, gl.zeros([BK, 16], gl.float32, of_r), use_acc=False, is_async=True
-    )
-    x, r = warpgroup_mma_wait(0, deps=[x, r])
-    r = gl.max(r, 1)  # [BK]
+    x, r = gate_sums(b_g, signs, halves, tile, W)
     mild = gl.min(r, 0) >= LIMIT * 0.5
     if mild:
         x = x * LOG2E
@@ -474,8 +466,18 @@ def unwind(
         has_later: gl.constexpr = None
         free_R: gl.constexpr = None
     bars = Barriers(
-        has_x, singles.index(0), singles.index(1), singles.index(2), hat, has_later, singles.index(3),
-        free_x, singles.index(4), singles.index(5), singles.index(6), free_R,
+        has_x=has_x,
+        has_v=singles.index(0),
+        has_do=singles.index(1),
+        has_S=singles.index(2),
+        hat=hat,
+        has_later=has_later,
+        has_net=singles.index(3),
+        free_x=free_x,
+        free_v=singles.index(4),
+        free_do=singles.index(5),
+        free_S=singles.index(6),
+        free_R=free_R,
     )
     fence_async_shared()
 
@@ -522,7 +524,7 @@ def mend_gradient(
         return
     # once for all chunks
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    masks, meeting = all_between(LEVELS, C, FAST_SUMS), meetings(LEVELS, C)
+    masks, meeting = gates_to_all_borders(LEVELS, C, FAST_SUMS), meetings(LEVELS, C)
     for i in tl.range(first, tl.minimum(first + BN, n_flags), disable_licm=STAY):
         if tl.load(strong + i) != 0:
             i_h, i_s = i % H, i // H
@@ -609,10 +611,10 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     C, BK, BV, roles = shared.C, shared.BK, shared.BV, ROLES[shared.BK]
     draft.launch(
         unwind, shared.H * n,
-        box(q, C, BK), box(k, C, BK), box(v, C, BV), box(g, C, BK), box(do, C, BV), box(states, BK, BV),
-        box(dq, C, BK), box(dk, C, BK), box(dv, C, BV), box(dg, C, BK) if dg else None,
-        dq, dk, dv, dg, strong, R_in, R_out, shared.cu,
-        shared.N, shared.T, L, shared.H, shared.K, shared.V, shared.scale,
+        q=box(q, C, BK), k=box(k, C, BK), v=box(v, C, BV), g=box(g, C, BK), do=box(do, C, BV), S=box(states, BK, BV),
+        d_dq=box(dq, C, BK), d_dk=box(dk, C, BK), d_dv=box(dv, C, BV), d_dg=box(dg, C, BK) if dg else None,
+        dq=dq, dk=dk, dv=dv, dg=dg, strong=strong, R_in=R_in, R_out=R_out, cu=shared.cu,
+        N=shared.N, T=shared.T, L=L, H=shared.H, K=shared.K, V=shared.V, scale=shared.scale,
         C=C, BK=BK, BV=BV, W=roles.multiplier, WT=roles.transformer, LIMIT=shared.limit,
         REGISTERS=roles.of_transformer, num_warps=roles.multiplier, num_stages=2, maxnreg=roles.registers,
     )

@@ -64,7 +64,7 @@ from ..portable.tiles import FLOOR
 from . import refusal_of_gradient
 from .gluon import copy_in, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, invalidate_stages, new_barriers
-from .tiles import LOG2E, box, keep_rows, operand, scaled, store_box, store_rows, which_segment
+from .tiles import LOG2E, box, gate_sums, keep_rows, operand, scaled, store_box, store_rows, which_segment
 
 
 class Tiles(NamedTuple):
@@ -143,14 +143,11 @@ def transformer(
                 keep_rows(b_k, remaining, of_x)
                 keep_rows(stages.v.index(s).reshape([C, BV]), remaining, of_v)
                 keep_rows(b_g, remaining, of_x)
-                if FLOAT16:
-                    if q is not None:  # the largest pair scales all pairs of the chunk
-                        keep_rows(stages.q.index(s).reshape([C, BK]), remaining, of_x)
+                if FLOAT16 and q is not None:  # the largest pair scales all pairs of the chunk
+                    keep_rows(stages.q.index(s).reshape([C, BK]), remaining, of_x)
                 fence_async_shared()
-        # x = signs g: row i is sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = b_i - r. r = g^T halves is a product too,
-        # the same in each of 16 columns: a sum over the rows of a tile would go from warp to warp
         zeros, zeros_r = gl.zeros([C, BK], gl.float32, of_x), gl.zeros([BK, 16], gl.float32, of_r)
-        if WIDE:  # in two bf16 parts, one after the other through the same tile
+        if WIDE:  # `gate_sums` in two bf16 parts, one after the other through the same tile
             gates = b_g.load(of_x)  # [C, BK]
             gates = gl.where(gates < FLOOR, FLOOR, gates)
             high = gates.to(gl.bfloat16)
@@ -164,11 +161,10 @@ def transformer(
             fence_async_shared()
             x = warpgroup_mma(signs, g_16, x, is_async=True)
             r = warpgroup_mma(g_16.permute((1, 0)), halves, r, is_async=True)
+            x, r = warpgroup_mma_wait(0, deps=[x, r])
+            r = gl.max(r, 1)  # [BK]
         else:
-            x = warpgroup_mma(signs, b_g, zeros, use_acc=False, is_async=True)
-            r = warpgroup_mma(b_g.permute((1, 0)), halves, zeros_r, use_acc=False, is_async=True)
-        x, r = warpgroup_mma_wait(0, deps=[x, r])
-        r = gl.max(r, 1)  # [BK]; all 16 columns are alike, so this takes one
+            x, r = gate_sums(b_g, signs, halves, of_x, W)
         mild = gl.min(r, 0) >= LIMIT * 0.5
         if mild:
             x = x * LOG2E

@@ -37,7 +37,7 @@ from ..launch.hardware import Hardware
 from ..launch.plan import Box, Plan, Spec, boxed, cdiv
 from ..portable.segments import slots
 from . import delta_ahead, delta_chunk
-from .delta_chunk import C, barrier
+from .delta_chunk import VARYING, C, barrier
 from .delta_walks import BV, Results, load_state, send_rows, state_rows, which_part
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .kda_prepare import launch_prepare
@@ -46,7 +46,6 @@ from .tiles import box
 
 STAGES = gl.constexpr(3)  # chunks in shared memory
 REGISTERS = 128  # a thread at entry; the walker gets what the loader leaves
-VARIABLE = ("N", "T", "L", "HV")
 
 
 class Tiles(NamedTuple):
@@ -157,7 +156,7 @@ def walker(
         gl.store(state_rows(made.last, part.i_s, part.i_h, part.o_v, part.HV, K, W, wide), S)
 
 
-@gluon.jit(do_not_specialize=VARIABLE)
+@gluon.jit(do_not_specialize=VARYING)
 def walk(
     q, k, d_W, d_U, d_P, through, d_o, o, S_in, S_out, cu, N, T, L, HV, scale,
     K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, REGISTERS: gl.constexpr,

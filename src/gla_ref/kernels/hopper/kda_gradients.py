@@ -53,9 +53,8 @@ from ..portable.delta_gradient import gradient_of_state, of_key_heads
 from ..portable.kda_gradient import launch_mend
 from ..portable.tiles import FLOOR
 from . import delta_chunk
-from .delta_chunk import barrier, load_tokens, row_column
+from .delta_chunk import VARYING, C, barrier, load_tokens, row_column
 from .delta_inverse import reinterpret
-from .delta_solve import C
 from .delta_walks import BV
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .kda_forward import prepared
@@ -67,7 +66,6 @@ from .tiles import LOG2E, add, behind, blocks_of_16, box, keep_rows, store_own_r
 BK = gl.constexpr(32)  # channels at a time
 LEAST = gl.constexpr(2.0**-40)  # strengths below it in size count as it
 REGISTERS = 255  # of a thread: two programs share a multiprocessor
-VARIABLE = ("N", "T", "HV", "G", "s_bb", "s_bt", "s_bh", "zero")
 
 # layouts of registers. A product's sums of 64 tokens: of 64 columns (WIDE), of BK, and the latter as [4, 16, BK]
 THIN = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK.value, 16]))
@@ -337,7 +335,7 @@ def send(d_dq, d_dk, dq, dk, t_dq, t_dk, i_b, i_h, o_t, stop, m, T, HV, K: gl.co
         copy_out(d_dk, [i_b, i_h, o_t, m * BK], t_dk)
 
 
-@gluon.jit(do_not_specialize=VARIABLE)
+@gluon.jit(do_not_specialize=VARYING)
 def gradients(
     q, k, g, do, d_w, d_e, d_T, d_S, d_R, beta, s_bb, s_bt, s_bh, d_dq, d_dk, d_dv, dq, dk, dv, dg, dbeta, is_mild,
     strong, cu, N, T, HV, G, scale, zero, K: gl.constexpr, V: gl.constexpr,

@@ -22,7 +22,7 @@ Where gates are strong little else is left of P, and dbeta's largest errors were
 *Strong chunks* have a block and channel below LIMIT. `prepare` flags them; its q^ and e^(b_C) are right there too.
 `mend` makes k~, P, W and U of flagged chunks again: pairs inside a block by levels (tokens meet at the middle of the
 smallest block of 2^n tokens that holds both), pairs of different blocks as above with c_J at the block's end. No
-exponent is above 1, so the answer is exact for every gate. A program looks through at most 64 flags.
+exponent is above 1, so nothing overflows, and every gate is allowed. A program looks through at most 64 flags.
 
 For a gradient T leaves too (`d_T`), and strengths below LEAST in size count as LEAST, since it divides by them.
 
@@ -40,9 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from ..launch.plan import Box, Draft, Spec, cdiv
 from ..portable.tiles import FLOOR
-from .delta_chunk import barrier, load_tokens, row_column
+from .delta_chunk import VARYING, C, barrier, load_tokens, row_column
 from .delta_inverse import allocate_scratch, eliminate, inverse, reinterpret, spread
-from .delta_solve import C
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate_stages, new_barriers
 from .tiles import LOG2E, add, blocks_of_16, keep_rows, which_segment
@@ -50,7 +49,6 @@ from .tiles import LOG2E, add, blocks_of_16, keep_rows, which_segment
 HALF = gl.constexpr(64)  # channels at a time
 LIMIT = gl.constexpr(-80.0)  # nats of a block of 16 tokens, as in portable/gla_forward.py for bf16
 REGISTERS = 240  # of a thread: two programs share a multiprocessor
-VARIABLE = ("N", "T", "HV", "G", "n_flags", "n_programs", "s_bb", "s_bt", "s_bh")
 
 # layouts of registers: a warp has a block of 16 tokens, a thread two channels of it
 COL = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))  # [64, 64]
@@ -365,7 +363,7 @@ def make(
     invalidate_stages(ready)
 
 
-@gluon.jit(do_not_specialize=VARIABLE)
+@gluon.jit(do_not_specialize=VARYING)
 def prepare(
     q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
     K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr,
@@ -378,7 +376,7 @@ def prepare(
     )
 
 
-@gluon.jit(do_not_specialize=VARIABLE)
+@gluon.jit(do_not_specialize=VARYING)
 def mend(
     q, k, v, g, beta, s_bb, s_bt, s_bh, k_til, d_W, d_U, d_P, d_T, strong, cu, n_flags, n_programs, N, T, HV, G,
     K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr,

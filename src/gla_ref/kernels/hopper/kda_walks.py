@@ -21,10 +21,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .delta_chunk import C, barrier
+from .delta_chunk import VARYING, C, barrier
 from .delta_walks import BV, Results, load_state, state_rows, which_part
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from .kda_forward import STAGES, VARIABLE, Barriers, Tiles, keep_state, walker
+from .kda_forward import STAGES, Barriers, Tiles, keep_state, walker
 from .kda_forward import loader as forward_loader
 from .ring import invalidate, new_barriers
 from .tiles import keep_rows
@@ -109,7 +109,7 @@ def either_loader(back, forwards, backwards, tiles, bars, part):
         forward_loader(forwards, tiles, bars, part)
 
 
-@gluon.jit(do_not_specialize=(*VARIABLE, "n_forwards"))
+@gluon.jit(do_not_specialize=VARYING)
 def walks(
     q, k, d_W, d_U, d_P, through, do, S_in, d_states, d_w, R_in, R_out, d_dstates, d_e, cu, n_forwards, N, T, L, HV,
     K: gl.constexpr, V: gl.constexpr, REGISTERS: gl.constexpr,

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..launch.plan import Box, Spec, boxed
-from .gluon import copy_out, fence_async_shared, tma
+from .gluon import copy_out, fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
 BOUNDARIES = gl.constexpr(256)  # read at a time, in packed sequences
@@ -59,6 +59,23 @@ def keep_rows(tile, remaining, layout: gl.constexpr):
 def scaled(tile, factors, layout: gl.constexpr):
     """A tile times factors, in place."""
     tile.store((tile.load(layout).to(gl.float32) * factors).to(tile.dtype))
+
+
+@gluon.jit
+def gate_sums(b_g, signs, halves, layout: gl.constexpr, W: gl.constexpr):
+    """(b - r [C, BK] in `layout`, r [BK]) of a chunk's gates in 16 bits, as products that tensor cores add up.
+
+    signs g: row i is sum_(j <= i) g_j / 2 - sum_(j > i) g_j / 2 = b_i - r. g^T halves is r in each of 16 columns: a sum
+    over the rows of a tile would go from warp to warp.
+    """
+    of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
+    C: gl.constexpr = b_g.shape[0]
+    BK: gl.constexpr = b_g.shape[1]
+    zeros, zeros_r = gl.zeros([C, BK], gl.float32, layout), gl.zeros([BK, 16], gl.float32, of_r)
+    x = warpgroup_mma(signs, b_g, zeros, use_acc=False, is_async=True)
+    r = warpgroup_mma(b_g.permute((1, 0)), halves, zeros_r, use_acc=False, is_async=True)
+    x, r = warpgroup_mma_wait(0, deps=[x, r])
+    return x, gl.max(r, 1)  # all 16 columns are alike, so this takes one
 
 
 @gluon.jit

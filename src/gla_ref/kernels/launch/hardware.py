@@ -15,7 +15,7 @@ class Hardware(NamedTuple):
 
     Attributes:
         name: the compute capability, such as "sm_90"; "interpreter" for Triton's interpreter on a CPU.
-        family: the classes that share tables of tiles, since Triton makes the same products for them.
+        family: the classes that share tables of tiles.
         shared_memory: bytes of shared memory that one program may use.
         matrix_units: whether Triton multiplies 16-bit tiles, bfloat16 included, on matrix units.
         copy_engine: whether kernels load and store tiles by descriptors (TMA).
@@ -39,12 +39,12 @@ class Hardware(NamedTuple):
 
 # Compute capability: family, shared memory per program, matrix units, copy engine, multiprocessors of a card that
 # readers have (T4, A100, A10, L4, H100 and H200, B200, RTX 5090). Source: CUDA C++ Programming Guide, table "Technical
-# Specifications per Compute Capability". Matrix units and copy engine are those that kernels use when Triton 3.7.1
-# compiles them. Triton does not use Turing's matrix units. Kernels use only Hopper's copy engine: on sm_100 a store by
-# the engine in a pipelined loop ends the compiler, and Python with it; on sm_120 attention spills ten times as much
-# with the engine as without. Hopper's tiles were measured on Hopper and fit no other class, because other classes
-# multiply operands from registers. All other classes with matrix units share the tiles of the smallest, because
-# registers limit them all
+# Specifications per Compute Capability". Matrix units and copy engine are those that kernels use. Triton does not use
+# Turing's matrix units. Kernels use only Hopper's copy engine: by Triton 3.7.1 on sm_100 a store by the engine in a
+# pipelined loop ended the compiler, and Python with it; on sm_120 attention spilled ten times as much with the engine.
+# Hopper's tiles were measured on Hopper. sm_80 to sm_89 and sm_120 multiply operands from registers, which limit their
+# tiles; they share those of the smallest. sm_100 also uses tcgen05, whose operands lie in shared or tensor memory, but
+# has their tiles, since none were measured on it
 CLASSES = {
     name: Hardware(name, family, shared * KIB, *rest)
     for name, family, shared, *rest in [

@@ -12,14 +12,14 @@ TURN = threading.RLock()  # held by the thread that interprets a kernel
 
 
 def mend() -> None:
-    """Let threads interpret kernels in turn, in a quarter of the time, and leave `triton.language` as it was.
+    """Let threads interpret kernels in turn and faster, and leave `triton.language` as it was.
 
     The interpreter has one grid for the whole process, and replaces functions of `triton.language` while it runs a
-    kernel. It replaces them again at each call *inside* the kernel, such as `tl.sum`, which takes half of its time, and
-    after the launch Triton (3.7.1) does not restore those replacements: then the process can compile no kernel any
-    more. Here a launch replaces them once for each module that its functions come from, and restores all of them.
+    kernel. It replaces them again at each call *inside* the kernel, such as `tl.sum`, which takes long, and after the
+    launch Triton (3.7.1) does not restore those replacements: then the process can compile no kernel any more. Here a
+    launch replaces them once for each module that its functions come from, and restores all of them.
 
-    Half of the remaining time goes into types: the shape of each value is checked anew (here once a shape), and each
+    Much of the remaining time goes into types: the shape of each value is checked anew (here once a shape), and each
     int32 sum and product is repeated in int64 for an assertion that only a debugging interpreter makes.
 
     An argument from 2^31 up to 2^32 is an int64 to compiled kernels. The interpreter says so too but keeps a uint32,
@@ -69,7 +69,7 @@ def mend() -> None:
 
 
 def remember(cls: type, key: Callable, *own: str) -> None:
-    """Let objects copy the fields that were worked out for an equal key before; `own` are the first arguments.
+    """Let objects copy fields worked out for an equal key before; `own` are the first arguments, all by position.
 
     A key may have the identity of an object that one of these fields holds, since the fields are kept.
     """

@@ -29,7 +29,7 @@ class Operator:
     """
 
     def __init__(self, name: str, planned: Planned, outputs: int | None = None):
-        """Return the plan's first `outputs` results, the others serve the backward pass; None: return a list of all."""
+        """`outputs`: how many of the plan's results a call returns; None: all, as a list."""
         self.name, self.planned, self.tensors, self.outputs = name, planned, planned.tensors, outputs
         arguments = [f"{TYPES[kind]} {n}" for n, kind in planned.kinds.items()]
         results = f"({', '.join(['Tensor'] * outputs)})" if outputs else "Tensor[]"

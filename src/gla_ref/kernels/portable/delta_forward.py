@@ -47,7 +47,7 @@ import triton.language as tl
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
-from .scalar_gates import between, chunk_length, summed
+from .scalar_gates import chunk_length, log_decay, summed
 from .segments import segment_length, sequences, slots, which_segment, which_sequence
 from .tiles import VARYING, load_tile, load_tokens, operand, pattern, patterns, product, store_tile, which_tile
 
@@ -65,8 +65,6 @@ WALK = {
 # rows of `factors`: write strength; decay since the chunk began and until it ends; the gates' sums in two parts
 BETA, SINCE, UNTIL, COARSE, FINE = map(tl.constexpr, range(5))
 ROWS = 5
-# strides of gates and strengths [B, T, H] change with T, even modulo 16
-VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh")
 
 
 @triton.jit
@@ -190,7 +188,7 @@ def invert_and_store(P, Y, p_f, b_P, b_A, b_beta, i_s, i_h, H):
     tl.store(square(Y, i_s, i_h, H, C), b_Y.to(Y.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=VARYING)
 def solve(
     q, k, g, beta, P, Y, factors, cu, s_q, s_k, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, N, T, H, G, K,
     C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
@@ -221,7 +219,7 @@ def solve(
         b_coarse, b_fine = summed(load_tokens(g, (s_gb, s_gt, s_gh), i_b, i_h, o_r, stop))  # [C]
         coarse = tl.sum(tl.where(o_c == C - 1, b_coarse, 0.0))
         fine = tl.sum(tl.where(o_c == C - 1, b_fine, 0.0))
-        b_E = tl.exp2(tl.where(i >= j, between(b_coarse, b_fine), float("-inf")))  # [C, C]
+        b_E = tl.exp2(tl.where(i >= j, log_decay(b_coarse, b_fine), float("-inf")))  # [C, C]
         b_P *= b_E
         b_A *= b_E
         tl.store(p_f + SINCE * C, tl.exp2(b_coarse + b_fine))

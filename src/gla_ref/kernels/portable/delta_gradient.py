@@ -55,7 +55,7 @@ from .delta_forward import (
     times,
     walks,
 )
-from .scalar_gates import between
+from .scalar_gates import log_decay
 from .segments import which_segment
 from .tiles import VARYING, load_tile, load_tokens, operand, patterns, product, store_tile, which_tile
 
@@ -68,7 +68,6 @@ GRADIENTS = {
     ("turing", 16): (32, 32, 4),
     ("turing", 32): (16, 16, 4),
 }
-VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh")
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -187,7 +186,7 @@ def over_states(
     return b_dq, b_x, b_dk, b_kept
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=VARYING)
 def gradients(
     q, k, v, do, g, factors, writes, r, states, dstates, dq, dk, dv, dg, dbeta, cu,
     s_q, s_k, s_v, s_do, s_w, s_d, s_S, s_gb, s_gt, s_gh, N, T, H, G, K, V, scale,
@@ -219,7 +218,7 @@ def gradients(
         b_A = tl.dot(b_k, b_k.T, b_A, input_precision="ieee")
     if g is not None:
         b_since, b_until = tl.load(p_f + SINCE * C), tl.load(p_f + UNTIL * C)  # [C]
-        b_D = between(tl.load(p_f + COARSE * C), tl.load(p_f + FINE * C))
+        b_D = log_decay(tl.load(p_f + COARSE * C), tl.load(p_f + FINE * C))
         b_E = tl.exp2(tl.where(i >= j, b_D, float("-inf")))  # [C, C], masked before it could overflow
         b_F *= b_E
         b_G *= b_E

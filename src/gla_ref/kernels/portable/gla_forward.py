@@ -183,7 +183,7 @@ def mend(
     # once for all chunks: the masks of all levels, and the level of each pair (LEVELS, which is none, of unseen pairs)
     o_i, o_j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     unseen = tl.where(reverse != 0, o_i > o_j, o_i < o_j)
-    masks, meeting = all_between(LEVELS, C, FAST_SUMS), tl.where(unseen, LEVELS, meetings(LEVELS, C))
+    masks, meeting = gates_to_all_borders(LEVELS, C, FAST_SUMS), tl.where(unseen, LEVELS, meetings(LEVELS, C))
     for i in tl.range(i_0, tl.minimum(i_0 + BN, n_flags)):
         if tl.load(strong + i) != 0:
             i_h, i_s = i % H, i // H
@@ -320,7 +320,7 @@ def chunk_decays(b_g, LIMIT: tl.constexpr, FAST: tl.constexpr, REVERSE: tl.const
 
 
 @triton.jit
-def between(level, C: tl.constexpr):
+def gates_to_border(level, C: tl.constexpr):
     """Mask [C, C] of the gates i between token t and the middle of its block of 2^(level + 1) tokens."""
     o_c = tl.arange(0, C)
     border = ((o_c >> level) | 1) << level  # the first token of a block's second half
@@ -329,17 +329,17 @@ def between(level, C: tl.constexpr):
 
 
 @triton.jit
-def all_between(LEVELS: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr):
-    """`between` of each level, in the precision in which `sums` multiplies."""
+def gates_to_all_borders(LEVELS: tl.constexpr, C: tl.constexpr, FAST: tl.constexpr):
+    """`gates_to_border` of each level, in the precision in which `sums` multiplies."""
     masks = ()
     for level in tl.static_range(LEVELS):
-        masks += (between(level, C).to(tl.bfloat16 if FAST else tl.float32),)
+        masks += (gates_to_border(level, C).to(tl.bfloat16 if FAST else tl.float32),)
     return masks
 
 
 @triton.jit
 def to_border(b_g, m, FAST: tl.constexpr):
-    """Decay [C, D] between each token and the middle of its block, m being `between`: no exponent is above 0."""
+    """Decay [C, D] between each token and its block's middle, m being `gates_to_border`: no exponent is above 0."""
     return tl.exp2(sums(m, b_g, FAST) * LOG2E)
 
 
@@ -436,12 +436,13 @@ class GlaCall(NamedTuple):
         """Launch `walk` over segments of L tokens; Hopper's kernel has a launch of its own."""
         C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
         q, engine = x.q if o else None, self.by_engine(x.q, x.k, v, x.g)
+        s_q, s_k, s_v, s_g, s_o = patterns(q, x.k, v, x.g, o)
+        q, k, v, g, o = boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK), (o, BV))
         self.draft.launch(
             walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
-            *boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK)),
-            x.factors, x.strong, *boxes(engine, C, (o, BV)), S_in, S_out,
-            *boxes(engine, BK, (states, BV)), decay, self.cu, *patterns(q, x.k, v, x.g, o),
-            pattern(H * K * V, V, K * V, 1), self.N, T, L, H, K, V, self.scale,
+            q=q, k=k, v=v, g=g, factors=x.factors, strong=x.strong, o=o, S_in=S_in, S_out=S_out, decay=decay,
+            states=boxes(engine, BK, (states, BV))[0], cu=self.cu, s_q=s_q, s_k=s_k, s_v=s_v, s_g=s_g, s_o=s_o,
+            s_S=pattern(H * K * V, V, K * V, 1), N=self.N, T=T, L=L, H=H, K=K, V=V, scale=self.scale,
             BK=BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
             num_warps=self.warps, num_stages=self.stages[int(states is not None)],
         )

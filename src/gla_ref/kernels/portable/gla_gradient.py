@@ -30,7 +30,7 @@ import triton.language as tl
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
 from . import gla_forward
-from .gla_forward import between, chunk_decays, clamped, sums, to_border
+from .gla_forward import chunk_decays, clamped, gates_to_border, sums, to_border
 from .segments import which_segment
 from .tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
 
@@ -119,7 +119,7 @@ def pairs(b_q, b_k, b_g, b_dP, b_read, b_write, read, write, mild, LEVELS: tl.co
         b_dq, b_write = b_read * read, b_write * write
         b_dk = tl.zeros(b_q.shape, dtype=tl.float32)
         for level in tl.range(0, LEVELS):
-            b_E = to_border(clamped(b_g), between(level, C), FAST)  # [C, BK]
+            b_E = to_border(clamped(b_g), gates_to_border(level, C), FAST)  # [C, BK]
             b_l, of_l = one_half(b_q * b_E, level, 1, b_q.dtype)
             b_r, of_r = one_half(b_k * b_E, level, 0, b_k.dtype)
             b_A, of_A = operand(tl.where(across(level, C), b_dP, 0.0), b_q.dtype, -100.0)

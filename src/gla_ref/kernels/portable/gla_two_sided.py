@@ -30,7 +30,7 @@ import triton.language as tl
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, next_power_of_2
 from . import gla_forward
-from .gla_forward import GlaCall, Readers, between, chunk_decays, clamped, to_border
+from .gla_forward import GlaCall, Readers, chunk_decays, clamped, gates_to_border, to_border
 from .gla_gradient import GRADIENTS, across, crossing, one_half, pairs
 from .segments import which_segment, which_sequence
 from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
@@ -144,7 +144,7 @@ def scores(b_q, b_k, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr):
     b_own = tl.dot(b_q, b_k.T, input_precision="ieee")
     b_P = tl.where(o_c[:, None] == o_c[None, :], b_own, 0.0)
     for level in tl.range(0, LEVELS):
-        b_E = to_border(b_g, between(level, C), FAST)  # [C, D]
+        b_E = to_border(b_g, gates_to_border(level, C), FAST)  # [C, D]
         b_l, of_l = one_half(b_q * b_E, level, 1, b_q.dtype)
         b_r, of_r = one_half(b_k * b_E, level, 0, b_k.dtype)
         b_pairs = tl.dot(b_l, b_r.T, input_precision="ieee") * (of_l * of_r)
@@ -158,7 +158,7 @@ def weighted(b_P, b_v, b_g, LEVELS: tl.constexpr, FAST: tl.constexpr):
     o_c = tl.arange(0, b_v.shape[0])
     b_o = product(tl.where(o_c[:, None] == o_c[None, :], b_P, 0.0), b_v)
     for level in tl.range(0, LEVELS):
-        b_E = to_border(b_g, between(level, b_v.shape[0]), FAST)  # [C, D]
+        b_E = to_border(b_g, gates_to_border(level, b_v.shape[0]), FAST)  # [C, D]
         b_A = tl.where(across(level, b_v.shape[0]), b_P, 0.0)
         b_o += product(b_A, (b_v * b_E).to(b_v.dtype)) * b_E
     return b_o

@@ -36,12 +36,11 @@ from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec
 from . import delta_forward
 from .delta_forward import DeltaCall, factor, invert_and_store, walks
-from .gla_forward import LIMIT, LOG2E, between, clamped, sums, to_border
+from .gla_forward import LIMIT, LOG2E, clamped, gates_to_border, sums, to_border
 from .segments import which_segment
 from .tiles import VARYING, load_tile, load_tokens, operand, patterns, store_tile
 
 WARPS = {64: 8, 32: 8, 16: 4}  # of `prepare`, by C
-VARIABLE = (*VARYING, "s_bb", "s_bt", "s_bh")
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def since_until(b_g, FAST: tl.constexpr):
     return since, until, tl.sum(tl.where(o_i == b_g.shape[0] - 1, since, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=VARYING)
 def prepare(
     q, k, g, beta, q_hat, k_hat, k_til, through, P, Y, factors, cu, s_q, s_k, s_g, s_hat, s_bb, s_bt, s_bh,
     N, T, H, G, K,
@@ -116,10 +115,10 @@ def prepare(
             b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, tl.exp2(z), tl.exp2(-z), met)
         else:
             for level in tl.range(0, 4):
-                b_E = to_border(b_g, between(level, C), FAST_SUMS)  # [C, BK]
+                b_E = to_border(b_g, gates_to_border(level, C), FAST_SUMS)  # [C, BK]
                 b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, b_E, b_E, ((i ^ j) >> level) == 1)
         for level in tl.range(4, LEVELS):
-            b_E = to_border(b_g, between(level, C), FAST_SUMS)  # [C, BK]
+            b_E = to_border(b_g, gates_to_border(level, C), FAST_SUMS)  # [C, BK]
             b_P, b_A = add_pairs(b_P, b_A, b_q, b_k, b_E, b_E, ((i ^ j) >> level) == 1)
 
         # (2)

@@ -34,7 +34,7 @@ from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
 from .delta_forward import BETA, DeltaCall, factor, square, state_strides
 from .delta_gradient import GRADIENTS, Local, Made, both_walks, finish, over_states, over_values
-from .gla_forward import between, clamped, sums, to_border
+from .gla_forward import clamped, gates_to_border, sums, to_border
 from .gla_gradient import across, one_half
 from .kda_forward import constants, from_middle, prepare_all, since_until
 from .segments import which_segment
@@ -67,7 +67,7 @@ def at_border(b_dq, b_x, b_dk, b_dg, b_F, b_G, b_q, b_k, b_kb, b_g, level, FAST:
     """Add the pairs that meet at a level to dq, x, dk and dg; b_kb is beta k."""
     C: tl.constexpr = b_q.shape[0]
     dtype: tl.constexpr = b_q.dtype
-    met, b_E = across(level, C), to_border(b_g, between(level, C), FAST)  # [C, C], [C, BK]
+    met, b_E = across(level, C), to_border(b_g, gates_to_border(level, C), FAST)  # [C, C], [C, BK]
     right = one_half(b_k * b_E, level, 0, dtype)
     left_q, left_k = one_half(b_q * b_E, level, 1, dtype), one_half(b_kb * b_E, level, 1, dtype)
     x_q, x_k, x_w = of_pairs(tl.where(met, b_F, 0.0), tl.where(met, b_G, 0.0), right, left_q, left_k, dtype)
@@ -144,7 +144,7 @@ def gradients(
     tl.store(p_dbeta, b_dbeta * scale, mask=o_r < stop)
 
 
-@triton.jit(do_not_specialize=(*VARYING, "n_programs"))
+@triton.jit(do_not_specialize=VARYING)
 def mend_gradients(
     q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, s_q, s_k, s_g, s_do, s_d,
     n_flags, n_programs, N, T, H, G, scale,

@@ -36,7 +36,7 @@ from torch import Tensor
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
-from .scalar_gates import between, chunk_length, gate_gradient, load_sums, running_sums
+from .scalar_gates import chunk_length, gate_gradient, load_sums, log_decay, running_sums
 from .segments import carry_states, choose_path, segment_length, sequences, slots, which_segment, which_sequence
 from .tiles import STAY, VARYING, load_tile, operand, store_tile, strides, which_tile
 
@@ -114,7 +114,7 @@ def walk(
             b_P = tl.dot(b_q, b_k.T, input_precision="ieee")  # [C, C]
             b_o = tl.dot(b_q, b_low, input_precision="ieee") * of_S  # [C, BV]
             if sums is not None:
-                b_D = between(b_coarse, b_fine)
+                b_D = log_decay(b_coarse, b_fine)
                 # mask before exp2: above the diagonal it may overflow
                 b_P *= tl.exp2(tl.where(m_P, -b_D if REVERSE else b_D, float("-inf")))
                 b_o *= (b_to if REVERSE else b_from)[:, None]

@@ -1,10 +1,10 @@
-"""A scalar gate in the chunks of linear.py: its running sums, and its gradient (chapter 9).
+"""A scalar gate in chunks: its running sums, and its gradient (chapters 7 to 9).
 
     b_i = g_1 + ... + g_i within a chunk        decay from token j to token i = e^(b_i - b_j)
 
-Reference: :mod:`gla_ref.simple_gla`. `sum_gates` runs once before the kernels that walk over chunks, and writes
-8 bytes per token: a scan inside the walk's loop would add its whole latency. `gate_gradient` works on all chunks at
-once, with their states.
+Reference: :mod:`gla_ref.simple_gla`. For linear.py `sum_gates` runs once before the kernels that walk over chunks, and
+writes 8 bytes per token and head: a scan inside the walk's loop would add its whole latency. `gate_gradient` works on
+all chunks at once, with their states. delta_forward.py and delta_gradient.py take the sums and decays from here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from ..launch.plan import Draft, Spec, cdiv, next_power_of_2
 from .segments import sequences, slots, which_segment
 from .tiles import VARYING, load_tile, load_tokens, operand
 
-# strides of gates [B, T, H] change with T, even modulo 16; Triton would specialise on strides in a tuple all the same
-VARIABLE = (*VARYING, "s_gb", "s_gt", "s_gh", "s_db", "s_dt", "s_dh")
 # by family and bits, the tokens of a chunk in linear.py and delta_forward.py; 16 elsewhere
 CHUNK = {("hopper", 16): 64, ("ampere", 16): 32}
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=VARYING)
 def sum_gates(g, sums, cu, s_gb, s_gt, s_gh, N, T, H, C: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr):
     """Write the running sums of every chunk's gates in base 2, each as two float32 numbers: sums [chunks, H, 2, C].
 
@@ -68,12 +66,12 @@ def load_sums(sums, i_s, i_h, H, C: tl.constexpr):
 
 
 @triton.jit
-def between(b_coarse, b_fine):
+def log_decay(b_coarse, b_fine):
     """The log2 of the decay from token j (column) to token i (row), [C, C]."""
     return (b_coarse[:, None] - b_coarse[None, :]) + (b_fine[:, None] - b_fine[None, :])
 
 
-@triton.jit(do_not_specialize=VARIABLE)
+@triton.jit(do_not_specialize=VARYING)
 def gate_gradient(
     q, k, v, do, g, sums, states, dstates, dg, cu, s_q, s_k, s_v, s_do,
     s_gb, s_gt, s_gh, s_db, s_dt, s_dh, N, T, H, K, V, scale,
@@ -118,7 +116,7 @@ def gate_gradient(
     b_write *= tl.exp2((coarse - b_coarse) + (fine - b_fine))
     kept = tl.sum(b_kept) * tl.exp2(coarse + fine)
     m_below = o_c[:, None] > o_c[None, :]  # without pairs i = j, which cross no gate
-    b_A = b_P * b_dP * tl.exp2(tl.where(m_below, between(b_coarse, b_fine), float("-inf")))
+    b_A = b_P * b_dP * tl.exp2(tl.where(m_below, log_decay(b_coarse, b_fine), float("-inf")))
     # a pair crosses t if j < t <= i; sum only such pairs, without a difference of sums
     b_row = tl.sum(b_A, 1) + b_read  # [C]
     b_col = tl.sum(b_A, 0)  # [C]

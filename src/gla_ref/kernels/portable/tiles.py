@@ -8,8 +8,9 @@ import triton.language as tl
 from ..launch.plan import Spec
 from ..launch.versions import release
 
-# arguments that change from call to call, which Triton must not specialise on 1 and multiples of 16
-VARYING = ("N", "T", "L", "H", "n_flags", "reverse")
+# arguments that change from call to call, which Triton must not specialise on 1 and multiples of 16. Strides s_gb
+# ... of gates and strengths [B, T, H] change even modulo 16; in a tuple Triton would specialise on them all the same
+VARYING = ("N", "T", "L", "H", "n_flags", "n_programs", "reverse", *(f"s_{x}{axis}" for x in "gdb" for axis in "bth"))
 # whether a walk's descriptors of products stay in its loop: by 3.9 those taken out are spilled; left there, 3.6.0's
 # assembler makes them of registers that nothing has set (lab/linear_attention.md)
 STAY = tl.constexpr(release() >= (3, 9))
