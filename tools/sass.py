@@ -124,13 +124,5 @@ def instruction(found: re.Match) -> Instruction:
     targets = () if name == "BSSY" else tuple(re.findall(r"`\((\S+?)\)", rest))
     leaves = name in ("EXIT", "RET", "BRX", "JMX") or name in ("BRA", "JMP") and len(operands) == 1
     text = " ".join(f"{place}: {''.join(found.groups('')[1:])}".split())
-    return Instruction(
-        text,
-        frozenset(reads),
-        frozenset(written),
-        frozenset(places),
-        differs,
-        bool(guard),
-        targets,
-        bool(guard) or not leaves,
-    )
+    registers = map(frozenset, (reads, written, places))
+    return Instruction(text, *registers, differs, bool(guard), targets, bool(guard) or not leaves)

@@ -55,8 +55,7 @@ def model_and_batches(mixer: str, size: str, device: str):
     model = LanguageModel(config).to(device)
     if size == "recall":
         task = mqar.Mqar(settings, 0, device)
-        objective = task.objective(model)
-        return model, lambda step: task.loss(objective, step)
+        return model, lambda step: task.loss(model, step)
 
     def loss(step: int):
         rng = dice(device, "stress", 0, step)

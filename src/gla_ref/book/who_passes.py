@@ -13,7 +13,7 @@ from .. import results
 from ..compat.libraries import FUNCTIONS
 from ..mechanisms import MECHANISMS
 
-__all__ = ["WRONG", "Row", "claimed", "details", "family", "matrix", "own", "refusals", "rows", "verdicts"]
+__all__ = ["WRONG", "Row", "claimed", "details", "family", "matrix", "own", "refusals", "rows"]
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 # a direction's verdicts, the worst first
@@ -199,12 +199,6 @@ def claimed(name: str, dtype: str) -> bool:
 def family(row: Row) -> str:
     """The title of a row's group: fla's kernels, references in plain PyTorch, or PyTorch's attention."""
     return next(title for start, title in FAMILIES.items() if row.name.startswith(start))
-
-
-def verdicts(rows: list[Row], *directions: str) -> dict[str, list[Row]]:
-    """Return the rows by the worst verdict of these directions."""
-    worst = [(_worst(*map(row.verdict, directions)), row) for row in rows]
-    return {verdict: [row for found, row in worst if found == verdict] for verdict in VERDICTS}
 
 
 def matrix(rows: list[Row]) -> str:

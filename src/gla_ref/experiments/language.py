@@ -144,11 +144,11 @@ class Language(Task):
             starts.append(offset + self.T * int(order[place]))
         return torch.tensor(starts)
 
-    def loss(self, objective, step):
+    def loss(self, model, step):
         """The loss of the step's sequences."""
         inside = torch.arange(self.T + 1, device=self.device)
         both = self.training[self.starts(step).to(self.device)[:, None] + inside].long()
-        return objective(both[:, :-1], both[:, 1:].contiguous())[0]
+        return model.loss(both[:, :-1], both[:, 1:].contiguous())[0]
 
     def evaluate(self, model) -> dict:
         """Loss and perplexity of a token, and bits a byte, together and by source; what gates do there."""

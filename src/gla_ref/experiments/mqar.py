@@ -199,13 +199,9 @@ class Mqar(Task):
         T, pairs = self.settings.lengths[step % len(self.settings.lengths)]
         return self.draw(self.settings.tokens // T, T, pairs, self.seed, step)
 
-    def objective(self, model):
-        """The loss of the answers alone."""
-        return lambda *questions: answer_loss(model, *questions)
-
-    def loss(self, objective, step):
+    def loss(self, model, step):
         """The loss of a step's answers."""
-        return objective(*self.batch(step))
+        return answer_loss(model, *self.batch(step))
 
     def evaluate(self, model) -> dict:
         """Share of right answers by length, the mean of these shares, and the mean loss; by kind of key too.

@@ -8,7 +8,6 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,13 +37,9 @@ class Task(ABC):
     T: int
     part: str = "test"
 
-    def objective(self, model: LanguageModel) -> Callable:
-        """The function that `loss` calls."""
-        return model.loss
-
     @abstractmethod
-    def loss(self, objective: Callable, step: int) -> Tensor:
-        """The loss of a step's batch."""
+    def loss(self, model: LanguageModel, step: int) -> Tensor:
+        """A model's loss of a step's batch."""
 
     @abstractmethod
     def evaluate(self, model: LanguageModel) -> dict:
@@ -122,7 +117,6 @@ class _Trainer:
         self.baselines = task.baselines()
         # loss and norm since the curve's last point, where a GPU is waited for
         self.total = torch.zeros(2, device=self.device)
-        self.objective = task.objective(self.model)
         if place.compile:
             torch.compiler.reset()  # it stops compiling, unseen, after eight models in one process
             compile_parts(self.model)
@@ -199,7 +193,7 @@ class _Trainer:
         """One step, and what is due behind it."""
         training = self.run.training
         with torch.autocast(self.device.type, torch.bfloat16, enabled=training.precision == "bf16"):
-            loss = self.task.loss(self.objective, self.step)
+            loss = self.task.loss(self.model, self.step)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), training.clip)
         self.optimizer.step()
