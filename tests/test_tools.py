@@ -109,6 +109,10 @@ def test_registers_that_nothing_or_another_use_has_set_are_found():
     assert places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"]))) == ["0050"]
     lines[3] = lines[3].replace("IADD3 R8, R8, 0x40, RZ", "SHF.R.U32.HI R8, RZ, 0x5, R8")
     assert not places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"])))
+    lines[1:4] = [x.replace("[R1+0x8], R3", "[R1+0x8], R2").replace("STL", "STL.64") for x in lines[1:3]]  # R3 to R9
+    assert not places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"])))
+    lines[-1] = lines[-1].replace("R8", "R9")
+    assert places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"]))) == ["0050"]
 
 
 def test_what_is_built_is_fresh_while_sources_and_results_stay(tmp_path):

@@ -34,6 +34,7 @@ class Instruction(NamedTuple):
     writes: frozenset[str]
     places: frozenset[str]  # those it reads that say where a product's operands are
     differs: bool | None  # whether the threads of a warp write different numbers; None: if they read such
+    moves: dict[str, str]  # where each word goes that is put into a thread's memory or taken from it
     guarded: bool
     targets: tuple[str, ...]  # labels that it may go to
     goes_on: bool
@@ -62,6 +63,7 @@ def wrong_in(sass: str) -> list[str]:
         n = waiting.pop()
         (unset, differ), one = known[n], code[n]
         changed = one.writes if one.differs or one.differs is None and one.reads & differ else frozenset()
+        changed = frozenset(one.moves[x] for x in one.moves.keys() & differ) if one.moves else changed
         then = unset - one.writes, (differ if one.guarded else differ - one.writes) | changed
         for m in after[n]:
             both = then if known[m] is None else tuple(x | y for x, y in zip(known[m], then, strict=True))
@@ -95,7 +97,7 @@ def instruction(found: re.Match) -> Instruction:
         words = 2
     elif name == "LDSM" or product:  # matrices of 8 x 8; a product 64 x N of four warps
         words = int(re.findall(r"\d+", kinds[-1] if name == "LDSM" else kinds[1])[-2 * product] or 1) // (1 + product)
-    written, reads, places = set(), set(), set()
+    written, reads, places, moves = set(), set(), set(), {}
     for n, operand in enumerate(operands):
         if register := re.fullmatch(r"[-~|]*(U?R)(\d+)\|?", operand):
             bank, first = register[1], int(register[2])
@@ -112,8 +114,11 @@ def instruction(found: re.Match) -> Instruction:
             read = {f"UR{x}" for x in range(first + 2 * (both and n > 1), first + many)}
             reads, places = reads | read, places | (read if before == "gdesc" else set())
     if name in ("STL", "LDL") and (own := re.search(r"\[R1(?:\+0x([0-9a-f]+))?\]", rest)):
-        memory = {f"M{int(own[1] or '0', 16) + 4 * x}" for x in range(words)}
-        reads, written = (reads, memory) if name == "STL" else (memory, written)
+        memory = [f"M{int(own[1] or '0', 16) + 4 * x}" for x in range(words)]
+        value = re.fullmatch(r"R(\d+)", operands[name == "STL"])  # else RZ, a zero
+        here = [f"R{int(value[1]) + x}" for x in range(words)] if value else []
+        written, source = ({*memory}, here) if name == "STL" else ({*here}, memory)
+        moves = dict(zip(source, memory if name == "STL" else here, strict=True)) if here else {}
     elif name == "LDL":
         reads = set()
     differs = False if name.startswith(COMMON) and name != "LDL" or product else None
@@ -125,4 +130,4 @@ def instruction(found: re.Match) -> Instruction:
     leaves = name in ("EXIT", "RET", "BRX", "JMX") or name in ("BRA", "JMP") and len(operands) == 1
     text = " ".join(f"{place}: {''.join(found.groups('')[1:])}".split())
     registers = map(frozenset, (reads, written, places))
-    return Instruction(text, *registers, differs, bool(guard), targets, bool(guard) or not leaves)
+    return Instruction(text, *registers, differs, moves, bool(guard), targets, bool(guard) or not leaves)
