@@ -103,16 +103,15 @@ def test_registers_that_nothing_or_another_use_has_set_are_found():
     # predicates may be written too
     both = SASS.replace("UMOV UR8, 0x100", "R2UR.OR P2, UR8, R9")
     assert not places(both) and places(both.replace("P2, UR8, R9", "P2, UR9, R9")) == ["0040", "0050"]
-    # a thread's number, by way of its memory; a warp's number is the same in its threads
-    way = ["S2R R3, SR_TID.X", "STL [R1+0x8], R3", "LDL.64 R8, [R1+0x8]", "IADD3 R8, R8, 0x40, RZ", "R2UR UR8, R8"]
-    lines = [f"        /*00a{n}*/                   {x} ;" for n, x in enumerate(way)]
-    assert places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"]))) == ["0050"]
-    lines[3] = lines[3].replace("IADD3 R8, R8, 0x40, RZ", "SHF.R.U32.HI R8, RZ, 0x5, R8")
-    assert not places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"])))
-    lines[1:4] = [x.replace("[R1+0x8], R3", "[R1+0x8], R2").replace("STL", "STL.64") for x in lines[1:3]]  # R3 to R9
-    assert not places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"])))
-    lines[-1] = lines[-1].replace("R8", "R9")
-    assert places(SASS.replace(".L_x_0:", "\n".join([*lines, ".L_x_0:"]))) == ["0050"]
+
+    def after(*way):  # a thread's number, by way of its memory; a warp's number is the same in its threads
+        return places(SASS.replace(".L_x_0:", "".join(f" /*00a{n}*/ {x} ;\n" for n, x in enumerate(way)) + ".L_x_0:"))
+
+    kept = "S2R R3, SR_TID.X", "STL [R1+0x8], R3", "LDL.64 R8, [R1+0x8]"
+    assert after(*kept, "R2UR UR8, R8") == ["0050"]
+    assert not after(*kept, "SHF.R.U32.HI R8, RZ, 0x5, R8", "R2UR UR8, R8")
+    pair = kept[0], "STL.64 [R1+0x8], R2", kept[2]  # R3 to R9
+    assert not after(*pair, "R2UR UR8, R8") and after(*pair, "R2UR UR8, R9") == ["0050"]
 
 
 def test_what_is_built_is_fresh_while_sources_and_results_stay(tmp_path):

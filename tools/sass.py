@@ -70,8 +70,8 @@ def wrong_in(sass: str) -> list[str]:
             if both != known[m]:
                 known[m] = both
                 waiting.append(m)
-    reached = [(one, there) for one, there in zip(code, known, strict=True) if there is not None]
-    return [one.text for one, (unset, differ) in reached if one.reads & unset or one.places & differ]
+    both = zip(code, known, strict=True)
+    return [one.text for one, there in both if there and (one.reads & there[0] or one.places & there[1])]
 
 
 def parsed(sass: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -91,11 +91,9 @@ def instruction(found: re.Match) -> Instruction:
     operands, kinds = [x.strip().removesuffix(".reuse") for x in rest.split(",")], kinds.split(".")
     uniform = name in WRITERS or name.startswith("U") and not name.startswith(SILENT)
     writer = uniform or not name.startswith(("U", *STORES))
-    bits = max([int(kind) for kind in kinds if kind in ("64", "128", "256")], default=64 if "WIDE" in kinds else 32)
-    words, product = bits // 32, name.endswith("GMMA")
-    if name == "CS2R" and "32" not in kinds:
-        words = 2
-    elif name == "LDSM" or product:  # matrices of 8 x 8; a product 64 x N of four warps
+    bits = [int(kind) for kind in kinds if kind in ("32", "64", "128", "256")]
+    words, product = max(bits, default=64 if "WIDE" in kinds or name == "CS2R" else 32) // 32, name.endswith("GMMA")
+    if name == "LDSM" or product:  # matrices of 8 x 8; a product 64 x N of four warps
         words = int(re.findall(r"\d+", kinds[-1] if name == "LDSM" else kinds[1])[-2 * product] or 1) // (1 + product)
     written, reads, places, moves = set(), set(), set(), {}
     for n, operand in enumerate(operands):
@@ -106,8 +104,7 @@ def instruction(found: re.Match) -> Instruction:
                 written = {f"{bank}{x}" for x in range(first, first + words)}
             else:
                 reads |= {f"{bank}{x}" for x in range(first, first + many)}
-        # an address; a descriptor has 64 bits. Hopper's products name both by one register, and read the second one
-        # only where their first operand is in registers
+        # an address, or descriptors of 64 bits: Hopper's products name two by one register, or skip one in registers
         for before, number in re.findall(r"(\w*)\[[^\[\]]*?\bUR(\d+)", operand):
             first, both = int(number), before == "gdesc" and product
             many = 4 if both else 2 if before in ("desc", "gdesc") else 1
@@ -119,9 +116,7 @@ def instruction(found: re.Match) -> Instruction:
         here = [f"R{int(value[1]) + x}" for x in range(words)] if value else []
         written, source = ({*memory}, here) if name == "STL" else ({*here}, memory)
         moves = dict(zip(source, memory if name == "STL" else here, strict=True)) if here else {}
-    elif name == "LDL":
-        reads = set()
-    differs = False if name.startswith(COMMON) and name != "LDL" or product else None
+    differs = False if name.startswith(COMMON) and not moves or product else None
     if name == "S2R" and operands[1] in ("SR_TID.X", "SR_LANEID"):
         differs = True
     elif name == "SHF" and "R" in kinds and re.fullmatch("0x[0-9a-f]+", operands[2]) and int(operands[2], 16) >= 5:
