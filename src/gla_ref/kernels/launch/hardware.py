@@ -33,6 +33,16 @@ class Hardware(NamedTuple):
     def interpreted(self) -> bool:
         return self.name == "interpreter"
 
+    @property
+    def options(self) -> dict[str, str]:
+        """Triton's options for every kernel that a plan launches here.
+
+        By ptxas 13.4.59, which Triton 3.9 calls at level 2, kernels for Hopper read spilled registers back less often at
+        ptxas's own level, 4; no kernel of 63 cases became slower (lab/gpu_classes.md). Assemblers 12.8 and 12.9 make
+        the same code by any level.
+        """
+        return {"ptx_options": "--regAllocOptLevel=4"} if self.name == "sm_90" else {}
+
     def __str__(self) -> str:
         return self.name if self.interpreted else f"{self.name}, {self.multiprocessors} multiprocessors"
 

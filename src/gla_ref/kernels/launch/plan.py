@@ -170,7 +170,8 @@ class Draft:
         """
         rest = kernel.arg_names[len(args) :]
         args += tuple([named.pop(name) for name in rest])
-        self.steps.append(Launch(kernel, grid if isinstance(grid, tuple) else (grid,), args, named))
+        grid = grid if isinstance(grid, tuple) else (grid,)
+        self.steps.append(Launch(kernel, grid, args, self.hardware.options | named))
 
     def because(self, sentence: str) -> None:
         self.reasons.append(sentence)
