@@ -39,6 +39,7 @@ from timing import ceilings, clocks, limit, median_ms, on_the_clock, peak_bytes,
 from truth import Truth, fingerprint
 
 from gla_ref import results
+from gla_ref.kernels.launch.hardware import hardware_of
 
 PEERS = ("flash-linear-attention", "fla-core", "flash-qla", "tilelang", "flashinfer-python", "nvidia-cudnn-frontend")
 # a record's fields that a case fixes, and those by which a newer record replaces an older one
@@ -262,6 +263,7 @@ def records_of(
                     "commit": environment["commit"],
                     "triton": environment["triton"],
                     "assembler": environment["assembler"],
+                    **(hardware_of(torch.device("cuda")).options if it.name.startswith("triton") else {}),
                     "floor_ms": round(moved / environment["copy_gb_s"] / 1e6, 9),
                     "flop_floor_ms": round(flop / environment["matmul_tflop_s"] / 1e9, 9),
                 }
