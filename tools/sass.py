@@ -17,24 +17,33 @@ import triton
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 LINE = re.compile(r"/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)((?:\.\w+)*)([^;]*);")  # HGMMA.64x32x16 R24, RZ ;
 LABEL = re.compile(r"^(\S+):")
-# instructions that write a uniform register, in addition to those whose names begin with U
-WRITERS = ("R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "CREDUX", "ELECT", "LDCU")
-# and those beginning with U that write none
-SILENT = ("UTMA", "UBLK", "UCGABAR", "USETMAXREG")
-# instructions that write no register of a thread, and those that write what is the same in a warp, or read from memory
-STORES = ("ST", "RED", "BAR", "BRA", "BRX", "BS", "WARP", "MEMBAR", "EXIT", "NOP", "DEPBAR", "SYNCS", "FENCE", "CCTL")
-COMMON = ("LD", "ATOM", "SHFL", "VOTE", "MATCH", "CS2R", "S2UR", "S2R")
+# where instructions write, by how they begin: uniform registers, a thread's memory, nothing of these, its registers
+BANKS = {
+    r"(R2UR|S2UR|CS2UR|VOTEU|REDUX|CREDUX|ELECT|LDCU)\b": "UR",
+    r"STL\b": "M",
+    "ST|RED|BAR|BRA|BRX|BS|WARP|MEMBAR|EXIT|NOP|DEPBAR|SYNCS|FENCE|CCTL|FCHK|R2P|UTMA|UBLK|UCGABAR|USETMAXREG": "",
+    "U": "UR",
+    "": "R",
+}
+# whether the threads of a warp write different numbers, by how instructions begin; None: if they read such
+DIFFERS = {
+    r"S2R \w+, SR_(TID\.X|LANEID)\b": True,
+    r"SHF(\.\w+)*\.R\b[^,]*,[^,]*, 0x([5-9a-f]|\w\w+)\b": False,  # a warp's number
+    "LD|ATOM|SHFL|VOTE|MATCH|CS2R|S2UR|S2R|.GMMA": False,
+    "": None,
+}
+Register = tuple[str, int]  # R, 4 or UR, 8; M, 16 are four bytes of a thread's memory
 
 
 class Instruction(NamedTuple):
-    """One instruction; its registers are R4, UR8, or M16 for four bytes of a thread's memory."""
+    """One instruction, and the registers that it names."""
 
     text: str
-    reads: frozenset[str]
-    writes: frozenset[str]
-    places: frozenset[str]  # those it reads that say where a product's operands are
-    differs: bool | None  # whether the threads of a warp write different numbers; None: if they read such
-    moves: dict[str, str]  # where each word goes that is put into a thread's memory or taken from it
+    reads: frozenset[Register]
+    writes: frozenset[Register]
+    places: frozenset[Register]  # those it reads that say where a product's operands are
+    differs: bool  # whether the threads of a warp write different numbers, whatever they read
+    flows: list[tuple[set[Register], set[Register]]]  # if one of the first differs, all of the second do
     guarded: bool
     targets: tuple[str, ...]  # labels that it may go to
     goes_on: bool
@@ -57,13 +66,12 @@ def wrong_in(sass: str) -> list[str]:
         for n, one in enumerate(code)
     ]
     # on some way to here: uniform registers that nothing has set, and registers that differ; None: no way is known yet
-    known: list[tuple[frozenset[str], frozenset[str]] | None] = [None] * len(code)
-    known[:1], waiting = [(frozenset(f"UR{n}" for n in range(256)), frozenset())], [0]
+    known: list[tuple[frozenset[Register], frozenset[Register]] | None] = [None] * len(code)
+    known[:1], waiting = [(frozenset(("UR", n) for n in range(256)), frozenset())], [0]
     while waiting:
         n = waiting.pop()
         (unset, differ), one = known[n], code[n]
-        changed = one.writes if one.differs or one.differs is None and one.reads & differ else frozenset()
-        changed = frozenset(one.moves[x] for x in one.moves.keys() & differ) if one.moves else changed
+        changed = (one.writes if one.differs else frozenset()).union(*(to for of, to in one.flows if of & differ))
         then = unset - one.writes, (differ if one.guarded else differ - one.writes) | changed
         for m in after[n]:
             both = then if known[m] is None else tuple(x | y for x, y in zip(known[m], then, strict=True))
@@ -88,41 +96,44 @@ def parsed(sass: str) -> tuple[list[Instruction], dict[str, int]]:
 def instruction(found: re.Match) -> Instruction:
     """An instruction of its parts as nvdisasm prints them."""
     place, guard, name, kinds, rest = found.groups("")
-    operands, kinds = [x.strip().removesuffix(".reuse") for x in rest.split(",")], kinds.split(".")
-    uniform = name in WRITERS or name.startswith("U") and not name.startswith(SILENT)
-    writer = uniform or not name.startswith(("U", *STORES))
-    bits = [int(kind) for kind in kinds if kind in ("32", "64", "128", "256")]
-    words, product = max(bits, default=64 if "WIDE" in kinds or name == "CS2R" else 32) // 32, name.endswith("GMMA")
-    if name == "LDSM" or product:  # matrices of 8 x 8; a product 64 x N of four warps
-        words = int(re.findall(r"\d+", kinds[-1] if name == "LDSM" else kinds[1])[-2 * product] or 1) // (1 + product)
-    written, reads, places, moves = set(), set(), set(), {}
-    for n, operand in enumerate(operands):
-        if register := re.fullmatch(r"[-~|]*(U?R)(\d+)\|?", operand):
-            bank, first = register[1], int(register[2])
-            many = words if name == "STL" else 2 if "64" in kinds and bank == "UR" else 1
-            if writer and (bank == "UR") == uniform and (n == 0 or n == 1 and re.fullmatch(r"U?P\w", operands[0])):
-                written = {f"{bank}{x}" for x in range(first, first + words)}
-            else:
-                reads |= {f"{bank}{x}" for x in range(first, first + many)}
-        # an address, or descriptors of 64 bits: Hopper's products name two by one register, or skip one in registers
-        for before, number in re.findall(r"(\w*)\[[^\[\]]*?\bUR(\d+)", operand):
-            first, both = int(number), before == "gdesc" and product
-            many = 4 if both else 2 if before in ("desc", "gdesc") else 1
-            read = {f"UR{x}" for x in range(first + 2 * (both and n > 1), first + many)}
-            reads, places = reads | read, places | (read if before == "gdesc" else set())
-    if name in ("STL", "LDL") and (own := re.search(r"\[R1(?:\+0x([0-9a-f]+))?\]", rest)):
-        memory = [f"M{int(own[1] or '0', 16) + 4 * x}" for x in range(words)]
-        value = re.fullmatch(r"R(\d+)", operands[name == "STL"])  # else RZ, a zero
-        here = [f"R{int(value[1]) + x}" for x in range(words)] if value else []
-        written, source = ({*memory}, here) if name == "STL" else ({*here}, memory)
-        moves = dict(zip(source, memory if name == "STL" else here, strict=True)) if here else {}
-    differs = False if name.startswith(COMMON) and not moves or product else None
-    if name == "S2R" and operands[1] in ("SR_TID.X", "SR_LANEID"):
-        differs = True
-    elif name == "SHF" and "R" in kinds and re.fullmatch("0x[0-9a-f]+", operands[2]) and int(operands[2], 16) >= 5:
-        differs = False  # a warp's number
+    code, kinds, operands = f"{name}{kinds}{rest}", kinds.split("."), [x.strip() for x in rest.split(",")]
+    bank, differs = (next(x for start, x in table.items() if re.match(start, code)) for table in (BANKS, DIFFERS))
+    first = len(operands) > 1 and re.fullmatch(r"U?P\w", operands[0]) is not None  # a predicate stands before it
+    writes = [x for x in registers(operands[first], width(name, kinds)) if x[0] == bank]
+    read = {n: sources(name, kinds, n, x) for n, x in enumerate(operands) if n != first or not writes}
+    reads = [x for own in read.values() for x in own]
+    places = [x for n, own in read.items() if operands[n].startswith("gdesc") for x in own]
+    flows = [(set(reads), set(writes))] if differs is None else []
+    if name in ("LDL", "STL"):  # word by word
+        flows = [({x}, {y}) for x, y in zip(reads, writes, strict=False)]
     targets = () if name == "BSSY" else tuple(re.findall(r"`\((\S+?)\)", rest))
-    leaves = name in ("EXIT", "RET", "BRX", "JMX") or name in ("BRA", "JMP") and len(operands) == 1
-    text = " ".join(f"{place}: {''.join(found.groups('')[1:])}".split())
-    registers = map(frozenset, (reads, written, places))
-    return Instruction(text, *registers, differs, moves, bool(guard), targets, bool(guard) or not leaves)
+    goes_on = guard or name not in ("EXIT", "RET", "BRX", "JMX") and (name not in ("BRA", "JMP") or len(operands) > 1)
+    text, sets = " ".join(f"{place}: {guard}{code}".split()), map(frozenset, (reads, writes, places))
+    return Instruction(text, *sets, bool(differs), flows, bool(guard), targets, bool(goes_on))
+
+
+def width(name: str, kinds: list[str]) -> int:
+    """How many registers an instruction fills, or takes to a thread's memory or from it."""
+    if name == "LDSM":  # a register for each matrix of 8 x 8
+        return int(kinds[-1]) if kinds[-1].isdigit() else 1
+    if name.endswith("GMMA"):  # four warps have the 64 x N sums
+        return int(kinds[1].split("x")[1]) // 2
+    bits = [int(kind) for kind in kinds if kind in ("32", "64", "128", "256")]
+    return max(bits, default=64 if "WIDE" in kinds or name == "CS2R" else 32) // 32
+
+
+def registers(operand: str, many: int) -> list[Register]:
+    """As many in a row as an operand has, each word of a thread's memory (at R1) being one; none of other addresses."""
+    if memory := re.fullmatch(r"\[R1(?:\+0x(\w+))?\]", operand):
+        return [("M", int(memory[1] or "0", 16) + 4 * n) for n in range(many)]
+    found = re.fullmatch(r"[-~|]*(U?R)(\d+)(?:\||\.reuse)*", operand)
+    return [(found[1], int(found[2]) + n) for n in range(many)] if found else []
+
+
+def sources(name: str, kinds: list[str], n: int, operand: str) -> list[Register]:
+    """The registers that the operand at n is read from."""
+    if address := re.search(r"(\w*)\[[^\[\]]*?\bUR(\d+)", operand):
+        if address[1] == "gdesc" and name.endswith("GMMA"):  # two descriptors, or one if a product's first operand is R
+            return registers(f"UR{address[2]}", 4)[2 if n > 1 else 0 :]
+        return registers(f"UR{address[2]}", 2 if address[1] in ("desc", "gdesc") else 1)  # a descriptor has 64 bits
+    return registers(operand, width(name, kinds) if name in ("LDL", "STL") else 2 if "64" in kinds else 1)
