@@ -21,6 +21,7 @@ of the widest heads. Only `--record` writes that file: every launch that compile
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import io
 import os
@@ -50,12 +51,10 @@ from gla_ref.kernels.launch.plan import Launch
 from gla_ref.kernels.launch.program import compile_launch, variant
 
 SPILLED = 148  # bytes a thread may spill where K, V <= 128: the most today, of KDA's `prepare` on sm_100 by 3.9.0
-# Hopper's tiles are the fastest of those tried on a GPU (lab/known.md), whatever they spill
-MEASURED = (90,)
-
-
-# classes that launch what sm_80 does, by the same assembler: only the cases that need most
-ALIKE = (86, 89)
+MEASURED = (90,)  # Hopper's tiles are the fastest of those tried on a GPU (lab/known.md), whatever they spill
+ALIKE = (86, 89)  # classes that launch what sm_80 does, by the same assembler: only the cases that need most
+ARCHS = [int(name.removeprefix("sm_")) for name in CLASSES]
+EVERY = CASES | WIDE
 LAUNCHES, LIMIT = results.file("compiled launches"), 24  # the gate compiles as many changed launches as this
 REFILL = re.compile(r"async_copy_global_to_local|async_tma_copy_global_to_local|ttg\.local_store")
 TILES = ("C", "BM", "BN", "BK", "BV")
@@ -160,14 +159,12 @@ def compiled(launch: Launch, arch: int) -> dict:
     """The resources that a launch needs."""
     Target.arch = arch
     kernel, registers, spilled = assembled(lambda: compile_launch(launch))
-    warps, stages = (launch.options.get(n, d) for n, d in (("num_warps", 4), ("num_stages", 3)))
-    stages = launch.given("STAGES") or stages
     return {
         "kernel": launch.name,
         "way": "back" if launch.given("REVERSE") else "",
         "tiles": " ".join(f"{n}={x}" for n in TILES if (x := launch.given(n)) is not None),
-        "warps": warps,
-        "stages": stages,
+        "warps": launch.options.get("num_warps", 4),
+        "stages": launch.given("STAGES") or launch.options.get("num_stages", 3),
         "registers": roles(kernel.asm["ptx"]) or registers,
         "spilled": spilled,
         "shared": kernel.metadata.shared,
@@ -200,8 +197,7 @@ def unmet(ptx: str) -> list[str]:
 
 def roles(ptx: str) -> str:
     """Registers a thread of each role of a program whose warps have different jobs; empty if they have not."""
-    given = dict.fromkeys(re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx))
-    return " ".join(given)
+    return " ".join(dict.fromkeys(re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))
 
 
 def begin(cache: str) -> None:
@@ -219,9 +215,10 @@ def report(found: dict) -> None:
         print(tabulate(rows, headers="keys", tablefmt="plain"), flush=True)
 
 
+@functools.cache
 def launches(arch: int, name: str) -> list[Launch]:
     """Every launch of a case for a class; ValueError if the plan refuses the case."""
-    return [x for p in (CASES | WIDE)[name].plans(arch) for x in p.launches]
+    return [x for p in EVERY[name].plans(arch) for x in p.launches]
 
 
 def fingerprint(launch: Launch, arch: int) -> str:
@@ -230,10 +227,10 @@ def fingerprint(launch: Launch, arch: int) -> str:
     return hashlib.sha256(repr((triton.__version__, arch, launch.kernel.cache_key, fixed)).encode()).hexdigest()[:16]
 
 
-def distinct(arch: int, names: list[str], kinds: bool = False) -> dict[str, dict[str, tuple[bool, int]] | None]:
+def distinct(arch: int, names: list[str], kinds: bool = False) -> dict[str, dict[str, int] | None]:
     """The launches to compile by case and fingerprint, each in the first case that has it; None of a refused case.
 
-    A launch is (whether it is portable, its number in the case): older Tritons' fingerprints depend on earlier ones.
+    A launch is its number in the case, since older Tritons' fingerprints depend on what was made before.
 
     With `kinds` a portable kernel has one launch of each direction and dtype, that of the widest heads, which needs
     most; of tiles of 32 channels one for each V, since there older assemblers go wrong at some (lab/known.md). Of Gluon
@@ -250,17 +247,17 @@ def distinct(arch: int, names: list[str], kinds: bool = False) -> dict[str, dict
         for n, x in enumerate(every):
             mark = fingerprint(x, arch)
             once = kinds and not x.kernel.is_gluon()
-            case, thin = (CASES | WIDE)[name], (x.given("BK") or 64) <= 32
+            case, thin = EVERY[name], (x.given("BK") or 64) <= 32
             keys = {mark, (x.kernel, bool(x.given("REVERSE")), case.dtype, thin and case.V)} if once else {mark}
             if keys.isdisjoint(taken):
-                found[name][mark] = not x.kernel.is_gluon(), n
+                found[name][mark] = n
                 taken |= keys
     return found
 
 
 def wide(name: str) -> int:
     """How many numbers a state of a case has."""
-    return (CASES | WIDE)[name].K * (CASES | WIDE)[name].V
+    return EVERY[name].K * EVERY[name].V
 
 
 def recorded(arch: int) -> set[str]:
@@ -269,15 +266,15 @@ def recorded(arch: int) -> set[str]:
     return marks or sys.exit(f"{LAUNCHES.name}: expected launches for sm_{arch} (make compile ARCH={arch}), got none")
 
 
-def changed(arch: int, names: list[str], known: set[str]) -> tuple[dict[str, dict[str, tuple[bool, int]]], int]:
-    """Fingerprints to compile by case, and how many are left out."""
-    every = [(mark, x, name) for name, own in distinct(arch, names).items() for mark, x in (own or {}).items()]
-    new = [(x[0], -wide(name), mark, x, name) for mark, x, name in every if mark not in known]
-    chosen = sorted(new)[:LIMIT]
-    return {name: {mark: x for *_, mark, x, case in chosen if case == name} for name in names}, len(new) - len(chosen)
+def changed(arch: int, names: list[str], known: set[str]) -> tuple[dict[str, dict[str, int]], int]:
+    """Launches to compile by case and fingerprint, and how many are left out."""
+    every = distinct(arch, names).items()
+    new = [(mark, n, name) for name, own in every for mark, n in (own or {}).items() if mark not in known]
+    new.sort(key=lambda x: (not launches(arch, x[2])[x[1]].kernel.is_gluon(), -wide(x[2]), x[0]))
+    return {name: {mark: n for mark, n, case in new[:LIMIT] if case == name} for name in names}, len(new[LIMIT:])
 
 
-def compile_case(task: tuple[int, str, dict[str, tuple[bool, int]] | None]) -> dict:
+def compile_case(task: tuple[int, str, dict[str, int] | None]) -> dict:
     """The launches of a case for a class by fingerprint and number; None if the plan refuses the case.
 
     Returns:
@@ -289,12 +286,11 @@ def compile_case(task: tuple[int, str, dict[str, tuple[bool, int]] | None]) -> d
         every = launches(arch, name)
     except ValueError as error:
         return found | {"refused": str(error)}
-    for mark, (_, n) in marks.items():
-        launch = every[n]
+    for mark, n in marks.items():
         try:
-            row = compiled(launch, arch)
+            row = compiled(every[n], arch)
         except Exception as error:  # whatever the compiler says
-            found["failed"] = f"{launch.name}: {str(error).strip()[-300:]}"
+            found["failed"] = f"{every[n].name}: {str(error).strip()[-300:]}"
             continue
         found["rows"] += [] if row in found["rows"] else [row]
         found["right"] += [] if row["broken"] else [mark]
@@ -303,26 +299,24 @@ def compile_case(task: tuple[int, str, dict[str, tuple[bool, int]] | None]) -> d
 
 def wrongs(found: dict) -> list[str]:
     """Errors of a case's launches."""
-    case, arch = (CASES | WIDE)[found["case"]], found["arch"]
-    wrong = [found["failed"]] if found["failed"] else []
-    if found["refused"] and max(case.K, case.V) <= 128:
+    case, arch = EVERY[found["case"]], found["arch"]
+    wrong, narrow = [found["failed"]] if found["failed"] else [], max(case.K, case.V) <= 128
+    if found["refused"] and narrow:
         wrong.append(f"refused: {found['refused']}")
     for row in found["rows"]:
         wrong += [f"{row['kernel']}: {text}" for text in row["broken"]]
         room = CLASSES[f"sm_{arch}"].shared_memory
         if row["shared"] > room:
             wrong.append(f"{row['kernel']}: {row['shared']} bytes of shared memory of {room}")
-        narrow = max(case.K, case.V) <= 128 and arch not in MEASURED
-        if row["spilled"] > SPILLED and narrow:
+        if row["spilled"] > SPILLED and narrow and arch not in MEASURED:
             wrong.append(f"{row['kernel']} {row['way']}: {row['spilled']} bytes spilled")
     return [f"sm_{arch}, {found['case']}, {text}" for text in wrong]
 
 
 def arguments() -> argparse.Namespace:
-    known = [int(name.removeprefix("sm_")) for name in CLASSES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES | WIDE)}")
-    parser.add_argument("--arch", nargs="+", type=int, choices=known, default=known)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(EVERY)}")
+    parser.add_argument("--arch", nargs="+", type=int, choices=ARCHS, default=ARCHS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--changed", action="store_true", help=f"only {LIMIT} launches that {LAUNCHES.name} lacks")
     parser.add_argument("--record", action="store_true", help=f"write launches that compiled right to {LAUNCHES.name}")
@@ -331,8 +325,8 @@ def arguments() -> argparse.Namespace:
     about = f"compile with these versions instead; none: all of {versions} but the pinned"
     parser.add_argument("--triton", nargs="*", type=other_tritons.version, metavar="VERSION", help=about)
     args = parser.parse_args()
-    if unknown := set(args.cases) - set(CASES | WIDE):
-        parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(CASES | WIDE)}")
+    if unknown := set(args.cases) - set(EVERY):
+        parser.error(f"cases {sorted(unknown)}: expected some of {', '.join(EVERY)}")
     if args.changed and len(args.arch) > 1:
         parser.error("--changed: expected one class of GPU")
     if args.triton is None and triton.knobs.runtime.interpret:
@@ -340,13 +334,26 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def tasks_of(args: argparse.Namespace) -> list[tuple[int, str, dict[str, int] | None]]:
+    """What compile_case is to do for the arguments: the launches of each case for each class."""
+    tasks = []
+    for arch in args.arch:
+        names = [n for n in args.cases or cases_of(arch) if arch >= 80 or EVERY[n].dtype != "bfloat16"]
+        if args.changed:
+            marks, left = changed(arch, names, recorded(arch))
+            print(f"{sum(map(len, marks.values()))} launches changed; {left} more are left to make nightly", flush=True)
+        else:
+            marks = distinct(arch, names, args.kinds)
+        tasks += [(arch, name, own) for name, own in marks.items() if own is None or own]
+    return tasks
+
+
 def compile_all(tasks: list[tuple], jobs: int) -> list[dict]:
     """Compile the cases side by side; report each as soon as it is there."""
     everything = []
     with tempfile.TemporaryDirectory() as cache:
         # a ProcessPoolExecutor, since Pool waits for ever for a compiler that died
-        spawn = get_context("spawn")
-        with ProcessPoolExecutor(jobs, spawn, begin, (cache,)) as pool:
+        with ProcessPoolExecutor(jobs, get_context("spawn"), begin, (cache,)) as pool:
             for found in pool.map(compile_case, tasks):
                 everything.append(found)
                 report(found)
@@ -358,15 +365,7 @@ def main() -> None:
     if args.triton is not None:
         options = [*args.cases, "--arch", *map(str, args.arch), "--jobs", str(args.jobs), *["--kinds"] * args.kinds]
         sys.exit(other_tritons.compile_with(args.triton, options))
-    tasks = []
-    for arch in args.arch:
-        names = [n for n in args.cases or cases_of(arch) if arch >= 80 or (CASES | WIDE)[n].dtype != "bfloat16"]
-        if args.changed:
-            marks, left = changed(arch, names, recorded(arch))
-            print(f"{sum(map(len, marks.values()))} launches changed; {left} more are left to make nightly", flush=True)
-        else:
-            marks = distinct(arch, names, args.kinds)
-        tasks += [(arch, name, own) for name, own in marks.items() if own is None or own]
+    tasks = tasks_of(args)
     if not tasks:
         sys.exit(0 if args.changed else "expected a launch that is compiled for these classes, got none")
     begun = time.time()
@@ -376,7 +375,7 @@ def main() -> None:
     print(f"Triton {triton.__version__}: {count} launches in {time.time() - begun:.0f} s", flush=True)
     if args.record:
         rows = [{"arch": x["arch"], "fingerprint": mark} for x in everything if not wrongs(x) for mark in x["right"]]
-        if not args.cases and set(args.arch) == {int(name.removeprefix("sm_")) for name in CLASSES}:
+        if not args.cases and set(args.arch) == set(ARCHS):
             LAUNCHES.unlink(missing_ok=True)  # launches that exist no more
         results.merge(LAUNCHES, results.environment(None), "launches", rows, key=("arch", "fingerprint"))
     sys.exit("\n".join(wrong) or 0)

@@ -16,8 +16,7 @@ from gla_ref.mechanisms import MECHANISMS, Argument
 
 def both_directions(case: "Case", hardware: Hardware, given: dict) -> list[Plan]:
     """The kernels that you call, forward and backward."""
-    options = {"path": case.path, "kernel": case.kernel}
-    given |= {name: x for name, x in options.items() if x}
+    given |= {name: x for name in ("path", "kernel") if (x := getattr(case, name))}
     tensors = [given.pop(name) for name in MECHANISMS[case.mechanism].required]
     return [plan(case.mechanism, *tensors, direction=d, hardware=hardware, **given) for d in ("forward", "backward")]
 
@@ -181,6 +180,7 @@ CASES = {
     for dtype in ("bfloat16", "float16", "float32")
 }
 gated = partial(Case, "gated_delta_rule")
+hopper = partial(Case, kernel="hopper")
 # of each Hopper kernel of the delta rules, with a kernel's name before it; those in segments not of the fused one
 DELTA = {
     "": gated(128, 128, "bfloat16", "float32", shared=True),
@@ -219,47 +219,45 @@ WIDE = {
     "gla float32 gates 128": Case("gla", 128, 128, "float16", "float32", packed=True),
     "gla segments 128": Case("gla", 128, 128, "bfloat16", path="segmented"),
     "gla tiles float16": Case("gla", 128, 512, "float16", "bfloat16", packed=True),
-    "gla hopper": Case("gla", 128, 128, "bfloat16", kernel="hopper"),
-    "gla hopper 64": Case("gla", 64, 64, "bfloat16", kernel="hopper", path="segmented"),
-    "gla hopper 64/128": Case("gla", 64, 128, "bfloat16", "float16", kernel="hopper", packed=True),
-    "gla hopper 128/64": Case("gla", 128, 64, "bfloat16", kernel="hopper", packed=True, path="segmented"),
-    "gla hopper float32 gates": Case("gla", 128, 128, "bfloat16", "float32", kernel="hopper"),
-    "gla hopper float32 gates 64": Case(
-        "gla", 64, 64, "float16", "float32", kernel="hopper", packed=True, path="segmented"
-    ),
+    "gla hopper": hopper("gla", 128, 128, "bfloat16"),
+    "gla hopper 64": hopper("gla", 64, 64, "bfloat16", path="segmented"),
+    "gla hopper 64/128": hopper("gla", 64, 128, "bfloat16", "float16", packed=True),
+    "gla hopper 128/64": hopper("gla", 128, 64, "bfloat16", packed=True, path="segmented"),
+    "gla hopper float32 gates": hopper("gla", 128, 128, "bfloat16", "float32"),
+    "gla hopper float32 gates 64": hopper("gla", 64, 64, "float16", "float32", packed=True, path="segmented"),
     "gla hopper frozen gates": Case("gla", 128, 128, "bfloat16", planned=frozen_gates),  # a gradient without dg
     "gla hopper frozen gates 64": Case("gla", 64, 64, "bfloat16", planned=frozen_gates, packed=True),
-    "gla hopper plain": Case("gla", 128, 128, "bfloat16", kernel="hopper", state=False),  # launches the page
-    "gla hopper plain 64": Case("gla", 64, 64, "bfloat16", kernel="hopper", state=False),
-    "gla hopper plain 64/128": Case("gla", 64, 128, "bfloat16", kernel="hopper", state=False),
-    "gla hopper plain 128/64": Case("gla", 128, 64, "bfloat16", kernel="hopper", state=False),
+    "gla hopper plain": hopper("gla", 128, 128, "bfloat16", state=False),  # launches the page
+    "gla hopper plain 64": hopper("gla", 64, 64, "bfloat16", state=False),
+    "gla hopper plain 64/128": hopper("gla", 64, 128, "bfloat16", state=False),
+    "gla hopper plain 128/64": hopper("gla", 128, 64, "bfloat16", state=False),
     "gla hopper page": Case("gla", 128, 128, "bfloat16", planned=of_page),
     "gla hopper page 64": Case("gla", 64, 64, "bfloat16", planned=of_page),
-    "delta hopper page": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=of_page, shared=True),
-    "kda hopper": Case("kda", 128, 128, "bfloat16", "float32", kernel="hopper", shared=True),
-    "kda hopper packed": Case("kda", 128, 128, "bfloat16", kernel="hopper", packed=True),
-    "kda hopper segments": Case("kda", 64, 64, "bfloat16", kernel="hopper", path="segmented"),
-    "kda hopper 64/128": Case("kda", 64, 128, "bfloat16", "float32", kernel="hopper", packed=True),
-    "kda hopper 128/64": Case("kda", 128, 64, "bfloat16", "float16", kernel="hopper"),
+    "delta hopper page": gated(128, 128, "bfloat16", "float32", planned=of_page, shared=True),
+    "kda hopper": hopper("kda", 128, 128, "bfloat16", "float32", shared=True),
+    "kda hopper packed": hopper("kda", 128, 128, "bfloat16", packed=True),
+    "kda hopper segments": hopper("kda", 64, 64, "bfloat16", path="segmented"),
+    "kda hopper 64/128": hopper("kda", 64, 128, "bfloat16", "float32", packed=True),
+    "kda hopper 128/64": hopper("kda", 128, 64, "bfloat16", "float16"),
     "kda wide": Case("kda", 256, 512, "bfloat16", "float32", kernel="portable"),
     "kda wide float16": Case("kda", 256, 256, "float16", kernel="portable", packed=True),
     "kda packed": Case("kda", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented", shared=True),
     "gla float32 g_v": Case("gla", 64, 128, "float32", two_sided=True),
     "border wide": Case("gla", 256, 512, "bfloat16", planned=borders),
     "border simple": Case("simple_gla", 128, 128, "bfloat16", "float32", planned=borders),
-    "border delta": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", planned=borders),
-    "border delta shared": Case("gated_delta_rule", 64, 256, "float16", "float32", planned=borders, shared=True),
+    "border delta": gated(128, 128, "bfloat16", "float32", planned=borders),
+    "border delta shared": gated(64, 256, "float16", "float32", planned=borders, shared=True),
     "border kda": Case("kda", 128, 128, "bfloat16", "float32", planned=borders),
     "border kda shared": Case("kda", 64, 256, "float16", "float32", planned=borders, shared=True),
-    "delta wide": Case("gated_delta_rule", 256, 512, "bfloat16", "float32", kernel="portable"),
+    "delta wide": gated(256, 512, "bfloat16", "float32", kernel="portable"),
     "delta wide float16": Case("delta_rule", 256, 256, "float16", kernel="portable"),
     "delta wide segments": gated(256, 256, "bfloat16", "float32", kernel="portable", path="segmented"),
-    "delta packed": Case("gated_delta_rule", 128, 64, "bfloat16", kernel="portable", packed=True, path="segmented"),
-    "delta shared heads": Case("gated_delta_rule", 128, 128, "bfloat16", "float32", kernel="portable", shared=True),
+    "delta packed": gated(128, 64, "bfloat16", kernel="portable", packed=True, path="segmented"),
+    "delta shared heads": gated(128, 128, "bfloat16", "float32", kernel="portable", shared=True),
     # rows that are no multiples of 16 bytes, which Triton does not prefetch
     "delta odd values": Case("delta_rule", 40, 36, "bfloat16", few=True),
-    "delta odd values packed": Case("gated_delta_rule", 72, 100, "float16", packed=True),
-    "delta odd": Case("gated_delta_rule", 60, 60, "bfloat16", "float32", few=True),
+    "delta odd values packed": gated(72, 100, "float16", packed=True),
+    "delta odd": gated(60, 60, "bfloat16", "float32", few=True),
     "gla odd": Case("gla", 60, 100, "bfloat16", few=True),
     "step wide": Case("gla", 256, 512, "bfloat16", "float32", planned=one_token, T=1, two_sided=True, packed=True),
 }

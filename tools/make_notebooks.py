@@ -385,13 +385,8 @@ def make_notebooks(root: Path = ROOT) -> dict[Path, str]:
     with tempfile.TemporaryDirectory() as out:
         app, pages = read_book(root, out)
         chapters = {page for page in app.env.found_docs if page in app.env.toc_secnumbers}
-        return {
-            root / "notebooks" / f"{Path(page).name}.ipynb": nbformat.writes(
-                make_notebook(app, page, pages[Path(page).name])
-            )
-            + "\n"
-            for page in sorted(chapters)
-        }
+        made = {Path(page).name: make_notebook(app, page, pages[Path(page).name]) for page in sorted(chapters)}
+        return {root / "notebooks" / f"{name}.ipynb": nbformat.writes(x) + "\n" for name, x in made.items()}
 
 
 def main() -> int:

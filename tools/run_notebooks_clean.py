@@ -148,11 +148,8 @@ def main() -> int:
         sys.exit("needs a built site (make book)")
     python = work / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", work / "venv")
-    shared = [packages_of(python)]
-    if args.offline:  # the host's packages follow its own, also where the host's Python is an environment itself
-        shared.append(packages_of(sys.executable))
-    else:
-        shared.append(link_heavy(work / "heavy"))
+    # the host's packages follow its own, also where the host's Python is an environment itself
+    shared = [packages_of(python), packages_of(sys.executable) if args.offline else link_heavy(work / "heavy")]
     (shared[0] / "host.pth").write_text("".join(f"{path}\n" for path in shared[1:]))
     install(python, wheel, args.offline)
 
