@@ -9,7 +9,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -102,7 +101,7 @@ def run(name: str) -> dict:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
-    log = "".join(lines)
+    log, about = "".join(lines), results.environment(None)
     passed, failed = count_tests.totals(log)
     return {
         "part": name,
@@ -113,9 +112,7 @@ def run(name: str) -> dict:
         "measured": {what: float(seconds) for what, seconds in MEASURED.findall(log)},
         "seconds": round(time.time() - begun),
         "files": before,
-        "commit": results.environment(None)["commit"],
-        "date": results.environment(None)["date"],
-        "python": platform.python_version(),
+        **{name: about[name] for name in ("commit", "date", "python")},
     }
 
 
@@ -145,37 +142,39 @@ def readers(kind: str) -> str:
 
 def status() -> str:
     """The text of docs/status.md."""
-    rows, measured = [], []
     done = {r["part"]: r for r in results.read(RECORD, "nightly")}
-    for name, part in PARTS.items():
-        if r := done.get(name):
-            tests = f"{r['passed']} passed, {r['failed']} failed" if r["passed"] + r["failed"] else "–"
-            right = "right" if r["right"] else "wrong: " + ", ".join(r["failures"])
-            rows.append([f"`{name}`", part.what, right, tests, r["seconds"], r["commit"][:10], r["date"]])
-            measured += r["measured"].items()
-        else:
-            rows.append([f"`{name}`", part.what, "not run yet", "–", "–", "–", "–"])
+    head = ["part", "what", "result", "tests", "seconds", "commit", "date"]
+    rows = [[f"`{n}`", x.what, *(ended(done[n]) if n in done else ["not run yet", *"––––"])] for n, x in PARTS.items()]
     text = f"# Status\n\nWritten by `tools/nightly.py` from `{RECORD.relative_to(ROOT)}`. `make nightly` runs the "
     text += "parts whose files have changed since their last right run; `.venv/bin/python tools/nightly.py --due` "
     text += "lists them. If a part is listed there or has no date, what it covers is not known to hold at this commit. "
     text += "The gate (`.ci/run`) runs on every change and is not in the table.\n\n"
-    head = ["part", "what", "result", "tests", "seconds", "commit", "date"]
     text += tabulate(rows, head, tablefmt="github") + "\n"
-    if measured:
+    if measured := [(what, f"{x:.2f}") for name in PARTS if name in done for what, x in done[name]["measured"].items()]:
         text += "\nPromises of speed, as measured in these runs:\n\n"
-        text += tabulate([[what, f"{seconds:.2f}"] for what, seconds in measured], ["what", "seconds"], "github") + "\n"
+        text += tabulate(measured, ["what", "seconds"], "github") + "\n"
     text += "\n## Records\n\nWhat has been measured and compiled (`benchmarks/results/`): by which program, on which "
     text += "machine and when, and which chapters, pages, tests and programs read it.\n\n"
-    rows = []
-    for path in sorted(set(RECORD.parent.glob("*.json")) - {RECORD}):
-        data = json.loads(path.read_text())
-        e, *kinds = data.pop("environment", data), *data
-        kind = "tests" if "gpu" in data else kinds[0]  # the summary of a run of tests has no environment apart
-        tritons = ", ".join(sorted(results.tritons(data | {"environment": e}))) or e["triton"]
-        program = e.get("program") or PROGRAMS[kind]
-        rows.append([f"`{path.name}`", e["gpu"] or "no GPU", e["torch"], tritons, e["date"], program, readers(kind)])
     head = ["file", "machine", "PyTorch", "Triton", "date", "program", "read by"]
+    rows = [measurement(path) for path in sorted(set(RECORD.parent.glob("*.json")) - {RECORD})]
     return text + tabulate(rows, head, tablefmt="github") + "\n"
+
+
+def ended(r: dict) -> list:
+    """How a part's last run ended: its result, tests, seconds, commit and date."""
+    tests = f"{r['passed']} passed, {r['failed']} failed" if r["passed"] + r["failed"] else "–"
+    right = "right" if r["right"] else "wrong: " + ", ".join(r["failures"])
+    return [right, tests, r["seconds"], r["commit"][:10], r["date"]]
+
+
+def measurement(path: Path) -> list:
+    """A file of benchmarks/results: its name, where, with what, when and by which program it was made, its readers."""
+    data = json.loads(path.read_text())
+    e, *kinds = data.pop("environment", data), *data
+    kind = "tests" if "gpu" in data else kinds[0]  # the summary of a run of tests has no environment apart
+    tritons = ", ".join(sorted(results.tritons(data | {"environment": e}))) or e["triton"]
+    program = e.get("program") or PROGRAMS[kind]
+    return [f"`{path.name}`", e["gpu"] or "no GPU", e["torch"], tritons, e["date"], program, readers(kind)]
 
 
 def main() -> int:
