@@ -211,29 +211,27 @@ def matrix(rows: list[Row]) -> str:
         for function, own in functions.items():
             name = re.sub(r"([._])", r"\1<wbr>", escape(function))  # a phone may break it
             cells = "".join(f"<td>{_cell(own.get(d), way)}</td>" for d, way in sides)
-            lines.append(f'<tr><th style="min-width: 7rem">{name}</th>{cells}</tr>')
-    return _table(("function", *(f"{d} {way}" for d, way in sides)), lines)
+            lines.append(f"<tr><th>{name}</th>{cells}</tr>")
+    heads = "".join(f"<th>{d} {way}</th>" for d, way in sides)
+    head = f"<thead><tr><th>function</th>{heads}</tr></thead>"
+    return f'<table class="table verdicts">{head}<tbody>{"".join(lines)}</tbody></table>'
 
 
 def _cell(row: Row | None, direction: str) -> str:
-    """A direction's verdict in a few characters; what is wrong leads to its place in :func:`details`."""
+    """A direction's verdict, and its failed cases of those that ran; what is wrong leads to its place in `details`."""
     if row is None:
         return "·"
-    verdict = row.verdict(direction)
+    verdict, r = row.verdict(direction), {"triton": "", "commit": "", "cases": 0} | (row.record or {})
+    said = {"right": "✓", "refuses": "✓ (refuses)", "no gradient": "–", "undecided": ""}.get(verdict)
     if verdict in WRONG:
         found = [f for f in row.failures if _direction(f) == direction and _verdict(f) != "refuses"]
         plain, made = (_extent([f for f in found if row.made(f["case"]) == flag]) for flag in (False, True))
-        said = " ".join(filter(None, (plain, f"({made})" * (made not in ("", plain)), "…" * (not row.finished))))
-    else:
-        said = {
-            "right": "✓",
-            "refuses": "✓ (refuses)",
-            "no gradient": "–",
-            "undecided": row.state if "/" in row.state else "…",
-        }[verdict]
+        said = f"{plain} ({made})".removesuffix(" ()").strip()
+    if verdict != "no gradient":
+        failed = sum(v in WRONG for v in row.worst(direction).values())
+        said = f"{said} {failed}/{r['cases']}".strip() * bool(r["cases"]) + "…" * (not row.finished)
     said += " CPU" * (row.gpu == "CPU")
     kind = {"right": "right", "refuses": "right", "off": "refused"}.get(verdict, "wrong" * (verdict in WRONG))
-    r = {"triton": "", "commit": ""} | (row.record or {})
     where = filter(None, (row.gpu, r["triton"] and f"Triton {r['triton']}", r["commit"][:8]))
     tip = f"{verdict}; cases: {row.state}; {', '.join(where)}"
     if verdict in WRONG:
@@ -250,11 +248,6 @@ def _extent(failures: list[dict]) -> str:
 
 def _place(row: Row) -> str:
     return re.sub(r"\W+", "-", row.name)
-
-
-def _table(head: tuple[str, ...], lines: list[str]) -> str:
-    heads = "".join(f"<th>{escape(x)}</th>" for x in head)
-    return f'<table class="table"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def refusals(rows: list[Row]) -> str:
