@@ -152,12 +152,12 @@ def delta_roles() -> Explorable:
     most = max(len(row) for by_heads in frames for row in by_heads)
     return Explorable(
         title="Six chunks of one value head",
-        notice="A model: each job lasts as long as it did on an H200 with the other jobs taken away, a load "
-        f"{ALONE['load']} µs, a solve {ALONE['solve']} and a walk {ALONE['walk']}. Numbers are chunks, rows are jobs. "
-        "There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In the sequential schedule the "
-        "same warps do the jobs of the last two rows. The number of value heads matters to the two kernels only: all "
-        f"multiprocessors solve first, so more heads mean a longer wait. There a solve takes {FIRST} µs of one "
-        f"multiprocessor, and a walk {WALK[32]} µs with few heads or {WALK[64]} with many.",
+        notice="A model: each job lasts as long as it did on an H200 with the other jobs taken away, a solve "
+        f"{ALONE['solve']} µs, a walk {ALONE['walk']}, a load {ALONE['load']} (from one load to the next). Numbers are "
+        "chunks, rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In the "
+        "sequential schedule the same warps do the jobs of the last two rows. The number of value heads matters to the "
+        "two kernels only: all multiprocessors solve first, so more heads mean a longer wait. There a solve takes "
+        f"{FIRST} µs of one multiprocessor, and a walk {WALK[32]} µs with few heads or {WALK[64]} with many.",
         alt="Three rows over time, for loads, solves and walks, with numbered bars for the chunks and marks every "
         "10 microseconds. Bars to the right of the line of the present are pale; at first only loads are there.",
         controls=(
