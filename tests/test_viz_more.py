@@ -245,7 +245,10 @@ def test_rivals_pair_our_call_with_the_fastest_right_library_of_the_same_run():
     records += [records[1] | {"ms": 1.0, "samples_ms": [1, 1, 1.2]}]
     (case,) = rivals.cases({"records": records})
     assert case.ratio == 1.5 and case.theirs["contender"] == "cudnn" and case.kind == "forward"
-    assert rivals.overlap(records[0], records[-1]) and not rivals.overlap(sizes | {"samples_ms": [2, 2, 2]}, sizes)
+    back = records[0] | {"direction": "backward", "samples_ms": [1, 1, 1.12]}
+    (step,) = rivals.steps({"records": [records[0], back]})
+    assert step["direction"] == "both" and step["ms"] == 6 and rivals.unsteady(back) and not rivals.unsteady(step)
+    assert rivals.steps({"records": [records[0], back, timed := step | {"ms": 5}]}) == [timed]
 
 
 def test_rivals_leave_out_no_suite_with_a_library():

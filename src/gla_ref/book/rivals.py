@@ -3,7 +3,7 @@
 from statistics import quantiles
 from typing import NamedTuple
 
-__all__ = ["KINDS", "LOOPS", "TIE", "Case", "cases", "overlap", "unsteady"]
+__all__ = ["KINDS", "LOOPS", "TIE", "Case", "cases", "steps", "unsteady"]
 
 #: times that differ by less, as a share of the library's, are level
 TIE = 0.03
@@ -46,12 +46,6 @@ def unsteady(record: dict) -> bool:
     return high - low > 0.1 * middle
 
 
-def overlap(one: dict, other: dict) -> bool:
-    """Whether the middle halves of two records' samples overlap."""
-    (low, _, high), (least, _, most) = (quantiles(r["samples_ms"], n=4) for r in (one, other))
-    return low <= most and least <= high
-
-
 def cases(data: dict) -> list[Case]:
     """Return the cases of a record in which a library was right, each with the fastest library that was.
 
@@ -69,3 +63,20 @@ def cases(data: dict) -> list[Case]:
             case = Case(fastest[False], fastest[True])
             worst[at] = max(case, worst.get(at, case), key=lambda c: c.ratio)
     return [*worst.values()]
+
+
+def steps(data: dict) -> list[dict]:
+    """Return a record's training steps: both passes timed together or, where a suite has not, their medians' sum."""
+    passes, found = {}, []
+    for r in data["records"]:
+        at = r["suite"], r["triton"], r["contender"], r["mechanism"], *(str(r.get(n)) for n in SIZES)
+        passes.setdefault(at, {})[r["direction"]] = r
+    for those in passes.values():
+        halves = [r for way, r in those.items() if way != "both" and r["ms"] and r["correct"]]
+        if "both" in those:
+            found.append(those["both"])
+        elif len(halves) == 2:
+            quarters = zip(*(quantiles(r["samples_ms"], n=4) for r in halves), strict=True)
+            total = {"ms": sum(r["ms"] for r in halves), "samples_ms": [*map(sum, quarters)]}
+            found.append(those["backward"] | {"direction": "both"} | total)
+    return found
