@@ -36,6 +36,7 @@ import triton.language as tl
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, describable, next_power_of_2, strides_of
+from ._arguments import strides
 from .segments import sequences, slots, which_segment
 from .tiles import load_tile, store_tile
 
@@ -345,11 +346,12 @@ def begin(hardware: Hardware, call) -> FlashCall:
     return FlashCall(draft, cu, B, T, S, H, K, V, sequences(0, cu), BK, BV, scale, engine, dtype)
 
 
-def launch(call: FlashCall, kernel, length: int, rows: int, loaded: list, *args, warps: int, stages: int, **named):
+def launch(call: FlashCall, kernel, length: int, rows: int, loaded: dict, *, warps: int, stages: int, **named):
     """Launch a program of `kernel` for each `rows` of `length` tokens; a program loads tiles (tensor, rows, width)."""
     n = slots(1, length, call.cu, rows)
+    named |= {name: boxes(call.engine, m, (x, width))[0] for name, (x, m, width) in loaded.items()}
     call.draft.launch(
-        kernel, n * call.B * call.H, *(boxes(call.engine, m, (x, width))[0] for x, m, width in loaded), *args,
+        kernel, n * call.B * call.H, cu=call.cu,
         N=call.N, T=call.T, S=call.S, H=call.H, K=call.K, V=call.V, rows=call.T, slots=n,
         scale2=call.scale / math.log(2), BK=call.BK, BV=call.BV, TMA=call.engine,
         PACKED=call.cu is not None, **named, num_warps=warps, num_stages=stages,
@@ -365,8 +367,8 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     low = call.draft.new("low", B, H, T) if q.dtype == torch.float32 else None
     BM, BN, warps, stages = call.tiles(FWD)
     launch(
-        call, fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
-        *(x.strides for x in (q, k, v, o)), BM=BM, BN=BN, SIGN=(call.scale > 0) - (call.scale < 0),
+        call, fwd, T, BM, {"q": (q, BM, call.BK), "k": (k, BN, call.BK), "v": (v, BN, call.BV)}, o=o, lse=lse, low=low,
+        **strides(q=q, k=k, v=v, o=o), BM=BM, BN=BN, SIGN=(call.scale > 0) - (call.scale < 0),
         warps=warps, stages=stages,
     )
     return call.draft.plan("portable", o, lse, low)
@@ -380,17 +382,18 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     delta = call.draft.like("delta", lse)
     if call.engine and not describable(do, hardware):  # the gradient of a sum has strides of 0
         do = call.draft.contiguous(do)
-    rows, BK, BV = (lse, low), call.BK, call.BV
+    rows, BK, BV = {"lse": lse, "low": low, "delta": delta}, call.BK, call.BV
     BM, BN, warps, stages = call.tiles(BWD_DQ)
     launch(
-        call, bwd_dq, call.T, BM, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)], *rows, delta, dq,
-        call.cu, *(x.strides for x in (q, k, v, o, do, dq)), scale=call.scale, BM=BM, BN=BN,
+        call, bwd_dq, call.T, BM,
+        {"q": (q, BM, BK), "k": (k, BN, BK), "v": (v, BN, BV), "o": (o, BM, BV), "do": (do, BM, BV)},
+        **rows, dq=dq, **strides(q=q, k=k, v=v, o=o, do=do, dq=dq), scale=call.scale, BM=BM, BN=BN,
         warps=warps, stages=stages,
     )
     BM, BN, warps, stages = call.tiles(BWD_DKV)
     launch(
-        call, bwd_dkv, k.shape[1], BN, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)], *rows, delta, dk, dv,
-        call.cu, *(x.strides for x in (q, k, v, do, dk, dv)), scale=call.scale, BM=BM, BN=BN,
+        call, bwd_dkv, k.shape[1], BN, {"q": (q, BM, BK), "k": (k, BN, BK), "v": (v, BN, BV), "do": (do, BM, BV)},
+        **rows, dk=dk, dv=dv, **strides(q=q, k=k, v=v, do=do, dk=dk, dv=dv), scale=call.scale, BM=BM, BN=BN,
         AHEAD=max(BK, BV) <= 64, warps=warps, stages=stages,
     )
     return call.draft.plan("portable", dq, dk, dv)

@@ -32,13 +32,14 @@ from torch import Tensor
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
+from ._arguments import stride_patterns
 from .delta_forward import BETA, DeltaCall, factor, square, state_strides
 from .delta_gradient import GRADIENTS, Local, Made, both_walks, finish, over_states, over_values
 from .gla_forward import clamped, gates_to_border, sums, to_border
 from .gla_gradient import across, one_half
 from .kda_forward import constants, from_middle, prepare_all, since_until
 from .segments import which_segment
-from .tiles import FLOOR, STAY, VARYING, load_tile, operand, patterns, store_tile, which_tile
+from .tiles import FLOOR, STAY, VARYING, load_tile, operand, store_tile, which_tile
 
 
 @triton.jit
@@ -203,21 +204,20 @@ def launch_mend(draft: Draft, q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg
     n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))
     draft.launch(
         mend_gradients, n_programs,
-        q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, *patterns(q, k, g, do, dq),
-        n, n_programs, N, T, H, G, scale,
-        C=C, K=K, V=V, BK=32 if STAY else 64, PACKED=cu is not None, num_warps=4, num_stages=1,
+        q=q, k=k, g=g, do=do, Ts=Ts, w=w, e=e, is_mild=is_mild, strong=strong, dq=dq, dk=dk, dg=dg, cu=cu,
+        **stride_patterns(q=q, k=k, g=g, do=do, d=dq), n_flags=n, n_programs=n_programs,
+        N=N, T=T, H=H, G=G, scale=scale, C=C, K=K, V=V, BK=32 if STAY else 64, PACKED=cu is not None,
+        num_warps=4, num_stages=1,
     )
 
 
 def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
     """`gradients` of all chunks."""
     BK, BV, warps = GRADIENTS[call.draft.hardware.family, 8 * x.q.dtype.itemsize]
-    call.draft.launch(
-        gradients, cdiv(call.K, BK) * call.H * call.chunks,
-        x.q, x.k, x.v, x.do, x.g, call.factors, x.writes, x.r, x.states, x.dstates, *made, call.cu,
-        *patterns(x.q, x.k, x.v, x.do, x.g, x.writes, made.dq), state_strides(x.states),
-        call.B, call.N, call.T, call.H, call.G, call.K, call.V, call.scale,
-        BK=BK, BV=BV, **call.same, **constants(call, x.q.dtype), num_warps=warps, num_stages=1,
+    call.launch(
+        gradients, cdiv(call.K, BK) * call.H * call.chunks, **x._asdict(), **made._asdict(),
+        **stride_patterns(q=x.q, k=x.k, v=x.v, do=x.do, g=x.g, w=x.writes, d=made.dq), s_S=state_strides(x.states),
+        BK=BK, BV=BV, **constants(call, x.q.dtype), num_warps=warps, num_stages=1,
     )
 
 

@@ -86,7 +86,7 @@ def carry_states(
     R = K if rows is None or len(rows.shape) == 3 else 1
     draft.launch(
         carry, cdiv(K * V, BD) * H * N,
-        part, rows, S_in, S_out, cu, N, T, L, H, R, K * V,
+        part=part, rows=rows, S_in=S_in, S_out=S_out, cu=cu, N=N, T=T, L=L, H=H, R=R, D=K * V,
         BD=BD, PACKED=cu is not None, REVERSE=reverse,
     )
 

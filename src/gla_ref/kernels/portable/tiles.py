@@ -105,10 +105,6 @@ def product(x, y, total=None):
         return tl.dot(x, y, total / size, input_precision="ieee") * size
 
 
-def strides(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
-    return [x if x is None else x.strides for x in tensors]
-
-
 def patterns(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
     """The strides of each [B, T, H, D] for `load_tile`, disguised so that fewer variants are compiled.
 
