@@ -130,7 +130,8 @@ def played(how, x, ends=None, scale=None, seed=0, ignored=None, need_dg=True):
     call = x | {"initial_state": None if how.plain else x["S"], "cu_seqlens": cu, "starts": None}
     call |= {"scale": scale, "path": how.path, "kernel": how.kernel, "need_dg": need_dg and x["g"] is not None}
     planned, make = (module.backward, module.plan_backward) if how.back else (module.forward, module.plan_forward)
-    hardware, call = CLASSES["sm_90"]._replace(multiprocessors=how.multiprocessors), pick(planned.record, call)
+    hardware = CLASSES["sm_90"]._replace(multiprocessors=how.multiprocessors)
+    call = planned.record(**{n: call[n] for n in planned.record._fields})
     if how.kernel == "page":
         plan = kernel_cases.plan_delta_page(hardware, *(spec_of(n, x[n]) for n in NAMES[:5]))
     else:
@@ -142,10 +143,6 @@ def played(how, x, ends=None, scale=None, seed=0, ignored=None, need_dg=True):
     fifth = "dg_v" if how.mechanism == "gla" else "dbeta"
     names = ("dq", "dk", "dv", "dg", fifth, "dS0") if how.back else ("o", "S")
     return {n: y for n, y in zip(names, outputs, strict=False) if y is not None}, strong
-
-
-def pick(record, values):
-    return record(**{n: values[n] for n in record._fields})
 
 
 def check(way, *sizes, ends=None, scale=None, **options):

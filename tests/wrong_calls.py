@@ -205,18 +205,6 @@ def rows_beyond(x):
     return {"k": k + 0 * beyond.detach()}
 
 
-def early_resets(g):
-    return torch.cat([g[:, :128], g[:, 128:].clamp_min(-5)], 1)
-
-
-def beta_in_values(x):
-    return {"v": x["beta"][..., None] * x["v"], "beta": torch.ones_like(x["beta"])}
-
-
-def as_wide_as_keys(x):
-    return {"v": x["v"] * (torch.arange(x["v"].shape[-1]) < x["k"].shape[-1])}
-
-
 def attention(weights):
     """Attention whose weights are made of its scores and of the mask of keys that are not later than their query."""
 
@@ -317,16 +305,26 @@ MISTAKES = {
     "dg divided by g": Wrong(one("g", divided, "gla"), "gate zero", "dg"),
     "dg divided by the decay": Wrong(one("g", lambda g: divided(g, torch.exp), "gla"), "gate -inf", "dg"),
     "lost after a reset": Wrong(changed(after_resets, "gla"), "gate many resets", "o"),
-    "no reset from token 128 on": Wrong(one("g", early_resets, "gla"), "gate many resets", "o"),
+    "no reset from token 128 on": Wrong(
+        one("g", lambda g: torch.cat([g[:, :128], g[:, 128:].clamp_min(-5)], 1), "gla"), "gate many resets", "o"
+    ),
     "strengths up to 1": Wrong(one("beta", lambda beta: beta.clamp_max(1), "delta_rule"), "strengths up to 2", "o"),
     "keys normalised again": Wrong(one("k", lambda k: F.normalize(k, dim=-1), "kda"), "short keys", "o"),
-    "beta left out of what is erased": Wrong(changed(beta_in_values, "delta_rule"), "length 7", "o"),
+    "beta left out of what is erased": Wrong(
+        changed(lambda x: {"v": x["beta"][..., None] * x["v"], "beta": torch.ones_like(x["beta"])}, "delta_rule"),
+        "length 7",
+        "o",
+    ),
     # which channel, which token, which head
     "channels of q modulo 16": Wrong(one("q", turned), "wide", "o"),
     "channels of v modulo 16": Wrong(one("v", turned), "wide", "S"),
     "channels of g modulo 16": Wrong(one("g", turned, "gla"), "wide", "dg"),
     "rows of S0 modulo 16": Wrong(one("S0", lambda S: turned(S.mT).mT), "wide", "S"),
-    "v masked like k": Wrong(changed(as_wide_as_keys), "values wider than keys", "o"),
+    "v masked like k": Wrong(
+        changed(lambda x: {"v": x["v"] * (torch.arange(x["v"].shape[-1]) < x["k"].shape[-1])}),
+        "values wider than keys",
+        "o",
+    ),
     "a buffer of strengths": Wrong(changed(overwritten, "delta_rule"), "many tokens and heads", "o"),
     "dk of two value heads": Wrong(changed(first_two, "delta_rule"), "value heads strided", "dk"),
     "a last tile of 48 that is whole": Wrong(("simple_gla", whole_tile), "480 tokens", "S"),
