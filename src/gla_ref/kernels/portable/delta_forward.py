@@ -48,9 +48,10 @@ from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
 from ._arguments import launch, stride_patterns, token_strides
+from ._factors import BETA, COARSE, FINE, ROWS, SINCE, UNTIL, factor, load_channels, load_whole_decay, square
 from .scalar_gates import chunk_length, log_decay, summed
 from .segments import segment_length, sequences, slots, which_segment, which_sequence
-from .tiles import VARYING, load_tile, load_tokens, operand, pattern, product, store_tile, which_tile
+from .tiles import VARYING, load_tile, load_tokens, low, operand, pattern, product, store_tile, times, which_tile
 
 # by family and bits, K up to: (BV, warps, stages) of a walk. These tiles are the largest that hardly spill
 # (tools/compile_kernels.py); times were not compared. 32 columns with 4 warps need 2 stages: with 1 stage and K > 128,
@@ -63,9 +64,6 @@ WALK = {
     ("turing", 16): {64: (32, 8, 1), 128: (16, 8, 1)},
     ("turing", 32): {64: (32, 8, 1), 128: (16, 8, 1)},
 }
-# rows of `factors`: write strength; decay since the chunk began and until it ends; the gates' sums in two parts
-BETA, SINCE, UNTIL, COARSE, FINE = map(tl.constexpr, range(5))
-ROWS = 5
 
 
 @triton.jit
@@ -133,49 +131,6 @@ def inverse(A):
     if C >= 64:
         Y = merged(Y, A)
     return tl.reshape(Y, [C, C])
-
-
-@triton.jit
-def low(x, dtype: tl.constexpr):
-    """`operand` for a tile that may already have the product's precision."""
-    if x.dtype == dtype:
-        return x, 1.0
-    else:
-        return operand(x, dtype)
-
-
-@triton.jit
-def times(x, y, dtype: tl.constexpr):
-    """x y, after both are rounded to the product's precision."""
-    x, of_x = low(x, dtype)
-    y, of_y = low(y, dtype)
-    return tl.dot(x, y, input_precision="ieee") * (of_x * of_y)
-
-
-@triton.jit
-def square(x, i_t, i_h, H, C: tl.constexpr):
-    """Pointers to the square [C, C] of a chunk of a head."""
-    o_c = tl.arange(0, C)
-    return x + (i_t * H + i_h).to(tl.int64) * C * C + o_c[:, None] * C + o_c[None, :]
-
-
-@triton.jit
-def factor(factors, i_t, i_h, H, C: tl.constexpr, ROWS: tl.constexpr):
-    """Pointers to the first row of a chunk's factors; row r begins r C numbers later."""
-    return factors + (i_t * H + i_h).to(tl.int64) * ROWS * C + tl.arange(0, C)
-
-
-@triton.jit
-def load_whole_decay(factors, i_t, i_h, H, C: tl.constexpr, ROWS: tl.constexpr):
-    """e^(b_C) of a chunk, the last number of SINCE: rows beyond a sequence's end add no gate."""
-    return tl.load(factors + ((i_t * H + i_h).to(tl.int64) * ROWS + SINCE) * C + C - 1)
-
-
-@triton.jit
-def load_channels(through, i_t, i_h, H, K, BK: tl.constexpr):
-    """e^(b_C) of a chunk in each channel, [BK]; through [chunks, H, K]."""
-    o_k = tl.arange(0, BK)
-    return tl.load(through + (i_t * H + i_h).to(tl.int64) * K + o_k, mask=o_k < K, other=0.0)
 
 
 @triton.jit

@@ -36,29 +36,11 @@ from torch import Tensor
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv
 from ._arguments import stride_patterns, token_strides
-from .delta_forward import (
-    BETA,
-    COARSE,
-    FINE,
-    SINCE,
-    UNTIL,
-    DeltaCall,
-    factor,
-    launch_carry_maps,
-    load_channels,
-    load_first,
-    load_whole_decay,
-    low,
-    solve_all,
-    square,
-    state_strides,
-    store_state,
-    times,
-    walks,
-)
+from ._factors import BETA, COARSE, FINE, SINCE, UNTIL, factor, load_channels, load_whole_decay, square
+from .delta_forward import DeltaCall, launch_carry_maps, load_first, solve_all, state_strides, store_state, walks
 from .scalar_gates import log_decay
 from .segments import which_segment
-from .tiles import VARYING, load_tile, load_tokens, operand, product, store_tile, which_tile
+from .tiles import VARYING, load_tile, load_tokens, low, operand, product, store_tile, times, which_tile
 
 # BK, BV and warps of `gradients`
 GRADIENTS = {

@@ -229,7 +229,7 @@ def bwd_dq(
 
 
 @triton.jit
-def load_sums(lse, delta, o_head, o_m, T, BM: tl.constexpr):
+def load_statistics(lse, delta, o_head, o_m, T, BM: tl.constexpr):
     o_i = o_m + tl.arange(0, BM)
     b_lse = tl.load(lse + o_head + o_i, mask=o_i < T, other=float("inf"))  # p = 0 beyond the end
     return b_lse, tl.load(delta + o_head + o_i, mask=o_i < T, other=0.0)
@@ -241,14 +241,14 @@ def dkv_queries(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, AHEAD: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):
-    b_lse, b_delta = load_sums(lse, delta, o_head, lo, T, BM)  # [BM] each
+    b_lse, b_delta = load_statistics(lse, delta, o_head, lo, T, BM)  # [BM] each
     for o_m in tl.range(lo, hi, BM):
         b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, CLIP)  # [BM, BK]
         b_do = load_rows(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, CLIP)  # [BM, BV]
         if AHEAD:  # small tiles leave registers for the next rows, which are loaded ahead
-            b_lse_next, b_delta_next = load_sums(lse, delta, o_head, o_m + BM, T, BM)
+            b_lse_next, b_delta_next = load_statistics(lse, delta, o_head, o_m + BM, T, BM)
         else:
-            b_lse, b_delta = load_sums(lse, delta, o_head, o_m, T, BM)
+            b_lse, b_delta = load_statistics(lse, delta, o_head, o_m, T, BM)
         # transposed tiles: p and ds are left operands of both sums and stay in registers
         b_s = tl.dot(b_k, b_q.T, input_precision="ieee")  # [BN, BM]
         # the sum starts at -delta: subtracting delta takes no operation, and delta no registers

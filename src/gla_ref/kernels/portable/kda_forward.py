@@ -36,7 +36,8 @@ from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec
 from . import delta_forward
 from ._arguments import stride_patterns, token_strides
-from .delta_forward import DeltaCall, factor, invert_and_store, walks
+from ._factors import factor
+from .delta_forward import DeltaCall, invert_and_store, walks
 from .gla_forward import LIMIT, LOG2E, clamped, gates_to_border, sums, to_border
 from .segments import which_segment
 from .tiles import VARYING, load_tile, load_tokens, operand, store_tile

@@ -33,7 +33,8 @@ from torch import Tensor
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
 from ._arguments import stride_patterns
-from .delta_forward import BETA, DeltaCall, factor, square, state_strides
+from ._factors import BETA, factor, square
+from .delta_forward import DeltaCall, state_strides
 from .delta_gradient import GRADIENTS, Local, Made, both_walks, finish, over_states, over_values
 from .gla_forward import clamped, gates_to_border, sums, to_border
 from .gla_gradient import across, one_half
@@ -55,7 +56,7 @@ def of_pairs(b_F, b_G, right, left_q, left_k, dtype: tl.constexpr):
 
 
 @triton.jit
-def crossing(level, C: tl.constexpr):
+def crossed_at_border(level, C: tl.constexpr):
     """Mask [C, C] of the rows from t on, or the columns before t, of the half of its block that t is in."""
     o_c = tl.arange(0, C)
     t, s = o_c[:, None], o_c[None, :]
@@ -73,7 +74,7 @@ def at_border(b_dq, b_x, b_dk, b_dg, b_F, b_G, b_q, b_k, b_kb, b_g, level, FAST:
     left_q, left_k = one_half(b_q * b_E, level, 1, dtype), one_half(b_kb * b_E, level, 1, dtype)
     x_q, x_k, x_w = of_pairs(tl.where(met, b_F, 0.0), tl.where(met, b_G, 0.0), right, left_q, left_k, dtype)
     x_q, x_k, x_w = x_q * b_E, x_k * b_E, x_w * b_E
-    b_dg += sums(crossing(level, C), b_q * x_q + b_kb * x_k + b_k * x_w, FAST)
+    b_dg += sums(crossed_at_border(level, C), b_q * x_q + b_kb * x_k + b_k * x_w, FAST)
     return b_dq + x_q, b_x + x_k, b_dk + x_w, b_dg
 
 
