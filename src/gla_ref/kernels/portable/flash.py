@@ -71,8 +71,7 @@ VARYING = ("N", "S", "H", "slots")
 
 @triton.jit
 def load_rows(
-    x, s, i_b, i_h, o_t, end, D,
-    BT: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
+    x, s, i_b, i_h, o_t, end, D, BT: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
 ):
     """Rows o_t ... o_t + BT - 1 of x[i_b, :, i_h, :] as [BT, BD], zero from row `end` and column D on.
 
@@ -102,9 +101,9 @@ def which_rows(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def fwd_keys(
     b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
-    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):
+    """Add keys lo to hi to a tile of queries: the outputs, not yet divided, the sums and the maxima (chapter 2)."""
     for o_n in tl.range(lo, hi, BN):
         b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
         b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
@@ -123,8 +122,7 @@ def fwd_keys(
 
 @triton.jit(do_not_specialize=VARYING)
 def fwd(
-    q, k, v, o, lse, low, cu, s_q, s_k, s_v, s_o,
-    N, T, S, H, K, V, slots, rows, scale2,
+    q, k, v, o, lse, low, cu, s_q, s_k, s_v, s_o, N, T, S, H, K, V, slots, rows, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, SIGN: tl.constexpr,
 ):
@@ -169,8 +167,7 @@ def fwd(
 @triton.jit
 def dq_keys(
     b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
-    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):
     for o_n in tl.range(lo, hi, BN):
         b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
@@ -191,8 +188,7 @@ def dq_keys(
 def bwd_dq(
     q, k, v, o, do, lse, low, delta, dq, cu, s_q, s_k, s_v, s_o, s_do, s_dq,
     N, T, S, H, K, V, slots, rows, scale, scale2,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, PACKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
 ):
     # which tile, as in fwd
     i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)

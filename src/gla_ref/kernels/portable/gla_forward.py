@@ -205,8 +205,7 @@ def mend(
 @triton.jit(do_not_specialize=VARYING)
 def prepare(
     q, k, g, q_hat, k_hat, factors, strong, cu, s_q, s_k, s_g, s_hat, N, T, H, K,
-    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
-    FAST_SUMS: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
     """Make (1): q', k' and the state's `factors` [chunks, H, 3, K]; set flags in `strong`, which holds zeros.
 

@@ -211,8 +211,7 @@ def gradients(
     # compute: over the chunk's pairs
     read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, b_q.dtype)
     b_dq, b_dk, b_net, b_later = pairs(
-        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild,
-        LEVELS, FAST_SUMS,
+        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild, LEVELS, FAST_SUMS
     )
 
     # store

@@ -74,9 +74,9 @@ UNWOUND = {torch.bfloat16: 8192, torch.float16: 2048}  # tokens
 @triton.jit(do_not_specialize=VARYING)
 def walk(
     q, k, v, o, sums, S_in, S_out, states, decay, cu, s_q, s_k, s_v, s_o, N, T, L, H, K, V, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
+    """Walk a segment of a head; o, `states` (before each chunk), S_out and the segment's `decay` may each be None."""
     # which tile
     i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)

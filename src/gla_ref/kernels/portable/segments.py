@@ -42,8 +42,7 @@ def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def carry(
-    part, rows, S_in, S_out, cu, N, T, L, H, R, D,
-    BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    part, rows, S_in, S_out, cu, N, T, L, H, R, D, BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
     """Replace each segment's addition to the state (`part` [slots, H, D]) by the state that the segment starts from.
 
