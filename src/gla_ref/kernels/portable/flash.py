@@ -347,9 +347,8 @@ def launch(call: FlashCall, kernel, length: int, rows: int, loaded: dict, *, war
     n = slots(1, length, call.cu, rows)
     named |= {name: boxes(call.engine, m, (x, width))[0] for name, (x, m, width) in loaded.items()}
     call.draft.launch(
-        kernel, n * call.B * call.H, cu=call.cu,
-        N=call.N, T=call.T, S=call.S, H=call.H, K=call.K, V=call.V, rows=call.T, slots=n,
-        scale2=call.scale / math.log(2), BK=call.BK, BV=call.BV, TMA=call.engine,
+        kernel, n * call.B * call.H, cu=call.cu, N=call.N, T=call.T, S=call.S, H=call.H, K=call.K, V=call.V,
+        rows=call.T, slots=n, scale2=call.scale / math.log(2), BK=call.BK, BV=call.BV, TMA=call.engine,
         PACKED=call.cu is not None, **named, num_warps=warps, num_stages=stages,
     )
 

@@ -206,9 +206,8 @@ def launch_mend(draft: Draft, q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg
     draft.launch(
         mend_gradients, n_programs,
         q=q, k=k, g=g, do=do, Ts=Ts, w=w, e=e, is_mild=is_mild, strong=strong, dq=dq, dk=dk, dg=dg, cu=cu,
-        **stride_patterns(q=q, k=k, g=g, do=do, d=dq), n_flags=n, n_programs=n_programs,
-        N=N, T=T, H=H, G=G, scale=scale, C=C, K=K, V=V, BK=32 if STAY else 64, PACKED=cu is not None,
-        num_warps=4, num_stages=1,
+        **stride_patterns(q=q, k=k, g=g, do=do, d=dq), n_flags=n, n_programs=n_programs, N=N, T=T, H=H, G=G,
+        scale=scale, C=C, K=K, V=V, BK=32 if STAY else 64, PACKED=cu is not None, num_warps=4, num_stages=1,
     )
 
 
