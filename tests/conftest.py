@@ -40,7 +40,7 @@ def here():
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Memory that nobody has written holds NaN."""
+    """Uninitialised memory holds NaN."""
 
     def poisoning(make):
         def poison(*args, **options):

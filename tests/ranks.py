@@ -70,22 +70,22 @@ class Pool:
             for pipe in self.pipes:
                 pipe.send((None, name, (n, limit)))
             answers = [pipe.recv() for pipe in self.pipes]
-            assert all(well for well, _ in answers), answers
+            assert all(ok for ok, _ in answers), answers
         return name
 
     def tell(self, name, function, *args):
-        """Each rank's result, or its error: [(whether well, what or (message, seconds, traceback))]."""
+        """Each rank's result, or its error: [(whether it is one, result or (message, seconds, traceback))]."""
         pipes = self.pipes[: self.groups[name]]
         for pipe in pipes:
             pipe.send((function, name, args))
         return [answer(pipe) for pipe in pipes]
 
-    def ask(self, n, function, *args):
-        """The results of the first n ranks."""
-        answers = self.tell(self.group(f"{n}", n), function, *args)
-        for well, what in answers:
-            assert well, what[-1]
-        return [what for _, what in answers]
+    def ask(self, group, function, *args):
+        """The results of the ranks of a group, by its name, or of the first so many ranks; no rank may fail."""
+        answers = self.tell(group if isinstance(group, str) else self.group(f"{group}", group), function, *args)
+        for ok, result in answers:
+            assert ok, result[-1]
+        return [result for _, result in answers]
 
     def close(self):
         for process in self.processes:

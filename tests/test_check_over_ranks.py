@@ -21,8 +21,6 @@ from gla_ref.over_ranks.exchange import Exchange
 from gla_ref.over_ranks.maps import Maps
 from gla_ref.over_ranks.segments import Segment
 
-LONG = ("narrow and long", "* long", "many *", "wide*", "huge", "frozen*", "one head")
-
 pytestmark = pytest.mark.deep
 
 

@@ -268,48 +268,48 @@ def test_the_check_kit_takes_it(pool):
     assert ok, report
 
 
-# What goes wrong: an error on every rank, with the rank and the argument.
+# What goes wrong: an error on every rank, with the rank and the argument. FAULTS has the changes of one rank's call.
 
 
-def of_all(change):
+def on_every_tensor(change):
     return lambda call: call["x"].update({n: change(n, y) for n, y in call["x"].items()})
 
 
-def other(**named):
+def with_own(**named):
     """A call with arguments that only this rank has."""
     return lambda call: call.update(named)
 
 
-def unlike(name, first, second):
+def differs(name, first, second):
     return rf"{name}: expected the same on every rank, got {first} on rank 0 and {second} on rank 1"
 
 
-FEWER_HEADS = of_all(lambda n, y: y[:, :1] if n in ("S", "dS") else y[:, :, :1])
-FEWER_TOKENS = of_all(lambda n, y: y if n in ("S", "dS") else y[:, 1:])
+FEWER_HEADS = on_every_tensor(lambda n, y: y[:, :1] if n in ("S", "dS") else y[:, :, :1])
+FEWER_TOKENS = on_every_tensor(lambda n, y: y if n in ("S", "dS") else y[:, 1:])
 FAULTS = {
     "another size": (
         lambda call: call["x"].update(k=call["x"]["k"][..., 1:]),
         r"k: expected shape \[B T H K\] with K = 3 as in q, got \[2, 27, 2, 2\]",
     ),
-    "fewer heads": (FEWER_HEADS, unlike("q", r"\[2, T, 2, 3\] .*", r"\[2, T, 1, 3\] .*")),
-    "another dtype": (of_all(lambda n, y: y.float()), unlike("q", ".*float64 on cpu", ".*float32 on cpu")),
+    "fewer heads": (FEWER_HEADS, differs("q", r"\[2, T, 2, 3\] .*", r"\[2, T, 1, 3\] .*")),
+    "another dtype": (on_every_tensor(lambda n, y: y.float()), differs("q", ".*float64 on cpu", ".*float32 on cpu")),
     "fewer tokens": (FEWER_TOKENS, "lengths: expected 26 for rank 1, the length of q, got 27"),
-    "other lengths": (other(lengths=[14, 27]), unlike("lengths", r"\[13, 27\]", r"\[14, 27\]")),
-    "another scale": (other(scale=2.0), unlike("scale", "0.57735.*", "2.0")),
-    "another exchange": (other(exchange="pipeline"), unlike("exchange", "None", "pipeline")),
-    "no gate on values": (lambda call: call["x"].pop("g_v"), unlike("g_v", ".*", "None")),
+    "other lengths": (with_own(lengths=[14, 27]), differs("lengths", r"\[13, 27\]", r"\[14, 27\]")),
+    "another scale": (with_own(scale=2.0), differs("scale", "0.57735.*", "2.0")),
+    "another exchange": (with_own(exchange="pipeline"), differs("exchange", "None", "pipeline")),
+    "no gate on values": (lambda call: call["x"].pop("g_v"), differs("g_v", ".*", "None")),
     "other boundaries": (
-        other(cu=torch.tensor([0, 4, 9, 9, 30, 40, 40])),
-        unlike("cu_seqlens", r"\[0, 3, 9, .*", r"\[0, 4, 9, .*"),
+        with_own(cu=torch.tensor([0, 4, 9, 9, 30, 40, 40])),
+        differs("cu_seqlens", r"\[0, 3, 9, .*", r"\[0, 4, 9, .*"),
     ),
     "boundaries that fall": (
-        other(cu=torch.tensor([0, 9, 3, 9, 30, 40, 40])),
+        with_own(cu=torch.tensor([0, 9, 3, 9, 30, 40, 40])),
         "cu_seqlens: expected to rise from 0 to T = 40 without falling, got",
     ),
     "hangs": (lambda call: time.sleep(3 * SHORT.total_seconds()), None),
     "dies": (lambda call: os._exit(1), None),
 }
-AT_ONCE = [name for name, (_, message) in FAULTS.items() if message]
+TOLD = [name for name, (_, message) in FAULTS.items() if message]
 
 
 REFUSED = {
@@ -340,27 +340,26 @@ def test_bad_argument(pool, case):
     change, message = REFUSED[case]
     x, _ = problem("gla")
     given = {n: x[n] for n in "qkvg"} | change
-    ((well, what),) = pool.tell(pool.group("1", 1), refuse, given)
-    assert not well and re.match(message, what[0]), what
+    ((ok, error),) = pool.tell(pool.group("1", 1), refuse, given)
+    assert not ok and re.match(message, error[0]), error
 
 
-def told(pool, group, change, x, cu, **options):
+def errors_of(pool, group, change, x, cu, **options):
     """The message of every rank of a group of two, and how many seconds it took."""
     answers = pool.tell(group, functools.partial(piece, change=change, **options), "gla", x, cu, SPLITS[2])
-    assert not any(well for well, _ in answers), "no rank may go on"
-    return [what[:2] for _, what in answers]
+    assert not any(ok for ok, _ in answers), "no rank may go on"
+    return [error[:2] for _, error in answers]
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("change", AT_ONCE)
+@pytest.mark.parametrize("change", TOLD)
 def test_ranks_differ(pool, change):
     """In a call of a new kind; the group is none the worse for it."""
     x, cu = problem("gla", PACKED if "boundaries" in change else None)
     group = pool.group(change, 2)
-    for message, _ in told(pool, group, change, x, cu):
+    for message, _ in errors_of(pool, group, change, x, cu):
         assert re.search(FAULTS[change][1], message), message
-    after = pool.tell(group, piece, "gla", x, cu, SPLITS[2])
-    check(whole([what for _, what in after]), results(gla_ref.gla.recurrent, x, cu))
+    check(whole(pool.ask(group, piece, "gla", x, cu, SPLITS[2])), results(gla_ref.gla.recurrent, x, cu))
 
 
 @pytest.mark.deep
@@ -368,8 +367,8 @@ def test_other_boundaries(pool, record_property):
     """Boundaries are looked at in every call on a CPU."""
     x, cu = problem("gla", PACKED)
     group = pool.group("boundaries", 2)
-    assert all(well for well, _ in pool.tell(group, piece, "gla", x, cu, SPLITS[2]))
-    for message, seconds in told(pool, group, "other boundaries", x, cu):
+    pool.ask(group, piece, "gla", x, cu, SPLITS[2])
+    for message, seconds in errors_of(pool, group, "other boundaries", x, cu):
         assert re.search(FAULTS["other boundaries"][1], message), message
         record_property("a rank is told of other boundaries", round(seconds, 2))
 
@@ -382,8 +381,8 @@ def test_one_rank_is_called_anew(pool, exchange, change, record_property):
     x, cu = problem("gla")
     group = pool.group(f"anew {exchange} {change}", 2)
     call = functools.partial(piece, exchange=exchange)
-    assert all(well for well, _ in pool.tell(group, call, "gla", x, cu, SPLITS[2]))
-    for message, seconds in told(pool, group, change, x, cu, exchange=exchange):
+    pool.ask(group, call, "gla", x, cu, SPLITS[2])
+    for message, seconds in errors_of(pool, group, change, x, cu, exchange=exchange):
         assert re.search(FAULTS[change][1], message), message
         record_property(f"a rank is told of {change} ({exchange})", round(seconds, 2))
 
@@ -397,10 +396,10 @@ def test_a_rank_is_lost(pool, change, known, record_property):
     x, cu = problem("gla")
     group = here.group(f"lost {known}", 2, SHORT)
     if known:
-        assert all(well for well, _ in here.tell(group, piece, "gla", x, cu, SPLITS[2]))
-    (message, seconds), _ = told(here, group, change, x, cu)
-    what = "rank 1 died or hangs" if known else f"rank 1 did not make this call within {SHORT}"
-    assert re.search(what, message), message
+        here.ask(group, piece, "gla", x, cu, SPLITS[2])
+    (message, seconds), _ = errors_of(here, group, change, x, cu)
+    said = "rank 1 died or hangs" if known else f"rank 1 did not make this call within {SHORT}"
+    assert re.search(said, message), message
     missed = f"a rank that {change} is missed, after the {SHORT.total_seconds():.0f} s of the group"
     record_property(missed, round(seconds, 2))
     if here is not pool:
@@ -413,11 +412,11 @@ def test_a_lost_rank_is_not_given_an_old_reason(pool):
     x, cu = problem("gla")
     group, call = pool.group("old reason", 2, SHORT), functools.partial(piece, exchange="all-gather")
     for scale in (1.0, 2.0):
-        assert all(well for well, _ in pool.tell(group, functools.partial(call, scale=scale), "gla", x, cu, SPLITS[2]))
-    for message, _ in told(pool, group, "another scale", x, cu, scale=1.0, exchange="all-gather"):
+        pool.ask(group, functools.partial(call, scale=scale), "gla", x, cu, SPLITS[2])
+    for message, _ in errors_of(pool, group, "another scale", x, cu, scale=1.0, exchange="all-gather"):
         assert re.search("rank [01] makes another call than rank [01]", message), message  # both know both calls
-    assert all(well for well, _ in pool.tell(group, functools.partial(call, scale=1.0), "gla", x, cu, SPLITS[2]))
-    (message, _), _ = told(pool, group, "hangs", x, cu, scale=1.0, exchange="all-gather")
+    pool.ask(group, functools.partial(call, scale=1.0), "gla", x, cu, SPLITS[2])
+    (message, _), _ = errors_of(pool, group, "hangs", x, cu, scale=1.0, exchange="all-gather")
     assert "rank 1 died or hangs" in message, message
 
 
@@ -443,11 +442,10 @@ def refused_and_repeated(rank, group, x):
 
 
 @pytest.mark.deep
-def test_a_refusal_that_nobody_read_is_over(pool):
+def test_an_unread_refusal_is_over(pool):
     """Once the rank that refused has taken part in a later exchange, a question is not answered by that refusal."""
     x, _ = problem("gla")
-    answers = pool.tell(pool.group("refusal", 2), refused_and_repeated, x)
-    assert all(well for well, _ in answers), answers
+    pool.ask(pool.group("refusal", 2), refused_and_repeated, x)
 
 
 def destroyed(rank, group):
@@ -463,7 +461,7 @@ def test_a_destroyed_group_is_let_go(pool):
 
 
 def test_a_gpu_waits_in_vain(capfd):
-    """Nobody but the lookout knows: on rank 0 the work of an exchange never ends, and rank 1 has said nothing."""
+    """Only the lookout knows: on rank 0 the work of an exchange never ends, and rank 1 has said nothing."""
     store, limit = dist.HashStore(), datetime.timedelta(seconds=1)
     store.set_timeout(limit)
     group = mock.Mock(get_group_store=lambda: store)
@@ -480,6 +478,9 @@ def test_a_gpu_waits_in_vain(capfd):
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
         ranks.watch(mock.Mock(is_completed=lambda: True), {"q": "[1]"}, [1])
     assert ranks.lookout.is_alive(), "one that has spoken is replaced"
+
+
+# The kernels of maps, in this process alone.
 
 
 @anywhere

@@ -38,10 +38,8 @@ def test_files_that_comments_name_exist():
     sources += [path for path in PAGES if path.parent.name != "lab"]  # which tells of files that went
     path = re.compile(r"(?<![\w/.])(?:\.\./)*([a-z_.]+/[\w/]+\.py)\b(?! of commit)")
     named = {(source.name, name) for source in sources for name in path.findall(source.read_text())}
-    named = {
-        x for x in named if x[1] not in ("path/file.py", "fla/ops/gla/chunk_fuse.py")
-    }  # an example; another project's
     assert len(named) > 40
+    files |= {"/path/file.py", "/fla/ops/gla/chunk_fuse.py"}  # an example; another project's
     assert not {(where, n) for where, n in named if not any(file.endswith(f"/{n}") for file in files)}
 
 

@@ -83,18 +83,18 @@ def ways(names, *values):
     return [(way, dtype, *x) for way in names for dtype in KERNELS[way].dtypes for x in itertools.product(*values)]
 
 
-def small(way):
-    """Sizes of a call: on a GPU there is more of all."""
-    how = KERNELS[way]
-    T = 200 if cut(way) else 100 if how.back else 130
-    return (2, 300, 2, *how.widths[-1]) if CUDA else (1, T, 1, *how.widths[0])
-
-
-def cut(way):
+def in_segments(way):
     return KERNELS[way].path == "segmented"
 
 
-DELTA_BACKWARD = [way for way in OF_DELTA if KERNELS[way].back and not cut(way)]
+def sizes(way):
+    """Sizes of a call: on a GPU there is more of all."""
+    how = KERNELS[way]
+    T = 200 if in_segments(way) else 100 if how.back else 130
+    return (2, 300, 2, *how.widths[-1]) if CUDA else (1, T, 1, *how.widths[0])
+
+
+DELTA_BACKWARD = [way for way in OF_DELTA if KERNELS[way].back and not in_segments(way)]
 
 
 def given(way, *sizes, dtype=BF16, gates=None, **options):
@@ -104,14 +104,14 @@ def given(way, *sizes, dtype=BF16, gates=None, **options):
     return problem(how.mechanism, *sizes, dtype=dtype, gates=gates or how.gates, **options)
 
 
-def made(way, x, ends=None, scale=None, **options):
+def computed(way, x, ends=None, scale=None, **options):
     """Results by name of inputs of `problem`: played here, run on a GPU."""
     how, make = KERNELS[way], run if CUDA else played
     return make(how, x, ends, scale, **options)[0]
 
 
 def run(how, x, ends=None, scale=None, need_dg=True):
-    """As `played`, by the kernels."""
+    """As `played`, by the compiled kernels of a GPU."""
     if how.kernel == "page":
         return dict(zip("oS", gated_delta_rule_hopper.gated_delta_rule(*tokens(x)), strict=True)), None
     function = getattr(MODULES[how.mechanism], how.mechanism)
@@ -130,7 +130,8 @@ def played(how, x, ends=None, scale=None, seed=0, ignored=None, need_dg=True):
     call = x | {"initial_state": None if how.plain else x["S"], "cu_seqlens": cu, "starts": None}
     call |= {"scale": scale, "path": how.path, "kernel": how.kernel, "need_dg": need_dg and x["g"] is not None}
     planned, make = (module.backward, module.plan_backward) if how.back else (module.forward, module.plan_forward)
-    hardware, call = CLASSES["sm_90"]._replace(multiprocessors=how.multiprocessors), pick(planned.record, call)
+    hardware = CLASSES["sm_90"]._replace(multiprocessors=how.multiprocessors)
+    call = planned.record(**{n: call[n] for n in planned.record._fields})
     if how.kernel == "page":
         plan = kernel_cases.plan_delta_page(hardware, *(spec_of(n, x[n]) for n in NAMES[:5]))
     else:
@@ -144,10 +145,6 @@ def played(how, x, ends=None, scale=None, seed=0, ignored=None, need_dg=True):
     return {n: y for n, y in zip(names, outputs, strict=False) if y is not None}, strong
 
 
-def pick(record, values):
-    return record(**{n: values[n] for n in record._fields})
-
-
 def check(way, *sizes, ends=None, scale=None, **options):
     """Within the budgets of the portable kernels, all that there should be."""
     how, options = KERNELS[way], options | {"ends": ends, "scale": scale}
@@ -155,7 +152,7 @@ def check(way, *sizes, ends=None, scale=None, **options):
     if how.back and options.get("strength") == 0.0 and x["q"].dtype == BF16:
         # dk and dv are 2^-40 of those of strength 1, and right to the budget of a strength that is so small, not zeros
         _, judged = given(way, *sizes, **options | {"strength": LEAST})
-    found = made(way, x, ends, scale)
+    found = computed(way, x, ends, scale)
     assert set(found) == ({f"d{n}" for n in NAMES[:5] if x.get(n) is not None} | {"dS0"} if how.back else {"o", "S"})
     if CUDA and how.mechanism == "gla" and not how.plain:  # by the portable kernel what Hopper's do not make
         found |= run(how._replace(back=True), x, ends, scale)[0]
@@ -219,7 +216,7 @@ def test_every_length(way, dtype, T):
 
 
 @everywhere
-@pytest.mark.parametrize("way", thin(WITH_GATES, *(way for way in WITH_GATES if not cut(way))))
+@pytest.mark.parametrize("way", thin(WITH_GATES, *(way for way in WITH_GATES if not in_segments(way))))
 def test_every_size(way):
     how = KERNELS[way]
     for K, V in how.widths if CUDA else [how.widths[len(how.widths) // 2]]:
@@ -242,7 +239,7 @@ def test_every_size(way):
 )
 def test_the_gate_ladder(way, kind):
     for dtype in KERNELS[way].dtypes:
-        check(way, *small(way), kind=kind, dtype=dtype, groups=2 if CUDA or way == "delta page" else 1)
+        check(way, *sizes(way), kind=kind, dtype=dtype, groups=2 if CUDA or way == "delta page" else 1)
 
 
 @everywhere
@@ -260,7 +257,7 @@ def test_the_gate_ladder(way, kind):
 def test_the_key_ladder(way, correlation, strength):
     for dtype, kind in itertools.product(KERNELS[way].dtypes, (MILD, "zero") if way == "delta page" else (MILD,)):
         keys = {"correlation": correlation, "strength": strength, "kind": kind}
-        check(way, *small(way), dtype=dtype, **keys, groups=2 if way == "delta page" else 1)
+        check(way, *sizes(way), dtype=dtype, **keys, groups=2 if way == "delta page" else 1)
 
 
 @played_here
@@ -292,7 +289,7 @@ def test_value_heads_of_a_key_head(groups, way, dtype):
 
 
 SCALES = [*itertools.product(WITH_GATES_AND_STATE, (0.0, -2.0)), ("gated_delta_rule gradient", 1e-9)]
-FEW = *SCALES[:2], *(x for x in SCALES if "gated" in x[0] and not cut(x[0]))
+FEW = *SCALES[:2], *(x for x in SCALES if "gated" in x[0] and not in_segments(x[0]))
 
 
 @everywhere
@@ -305,12 +302,12 @@ def test_any_scale(way, scale):
 @pytest.mark.parametrize("way", thin(WITH_GATES_AND_STATE, *GATED_DELTA_FORWARD, "gated_delta_rule gradient"))
 def test_without_states(way):
     """No initial state, and no gradient of the final one."""
-    x, judged = given(way, *small(way), S=0.0, groups=1)
-    found = made(way, x | {"S": None})
+    x, judged = given(way, *sizes(way), S=0.0, groups=1)
+    found = computed(way, x | {"S": None})
     assert "dS0" not in found
     compare(found, {n: judged[n] for n in found})
     if KERNELS[way].back:
-        one, other = (made(way, x | {"S": None, "dS": dS}) for dS in (None, torch.zeros_like(x["dS"])))
+        one, other = (computed(way, x | {"S": None, "dS": dS}) for dS in (None, torch.zeros_like(x["dS"])))
         assert same(one, other)
 
 
@@ -320,7 +317,7 @@ def test_without_states(way):
 )
 def test_without_dg_the_other_gradients_are_the_same(way):
     x, _ = given(way, 1, 70, 1, 64, 64, groups=1)
-    every, fewer = made(way, x), made(way, x, need_dg=False)
+    every, fewer = computed(way, x), computed(way, x, need_dg=False)
     assert every.pop("dg") is not None and same(fewer, every)
 
 
@@ -332,11 +329,11 @@ def test_without_dg_the_other_gradients_are_the_same(way):
 def test_no_sequence_sees_a_neighbour_of_nan(way, dtype):
     ends, rows = (0, 70, 130, 200), slice(70, 130)
     x, _ = given(way, 1, 200, 1, *KERNELS[way].widths[0], dtype=dtype, ends=ends, groups=1)
-    right = made(way, x, ends)
+    right = computed(way, x, ends)
     for n in NAMES:
         if x.get(n) is not None:
             x[n][:, rows] = torch.nan
-    beside = made(way, x, ends)
+    beside = computed(way, x, ends)
     for n, y in beside.items():
         hit = [z[1] if n in ("S", "dS0") else z[:, rows] for z in (y, right[n])]
         assert hit[0].isnan().any()
@@ -353,10 +350,10 @@ QUICK = ("gated_delta_rule fused", "v"), ("gated_delta_rule segmented", "k"), ("
 @pytest.mark.parametrize("way, name", thin(MISSING, *(x for x in MISSING if "ahead" in x[0]), *QUICK))
 def test_nan_stays_nan(way, name):
     """From its token on and in the state, except a query's; earlier chunks and other heads do not see it."""
-    T, t = (320, 200) if cut(way) else (130, 70)
+    T, t = (320, 200) if in_segments(way) else (130, 70)
     x, _ = given(way, 1, T, 1, 64, 64)
     x[name][:, t, 0] = torch.nan
-    found = made(way, x)
+    found = computed(way, x)
     assert found["o"][:, t, 0].isnan().any() and found["o"][:, : t // 64 * 64].isfinite().all()
     if name != "q":
         assert found["o"][:, t:, 0].isnan().any(-1).all() and found["S"][:, 0].isnan().any()
@@ -373,9 +370,9 @@ def test_any_order_of_steps_gives_the_same_bits(way):
     how, ends = KERNELS[way], None if KERNELS[way].plain else CUT
     T, groups = (130 if how.plain else CUT[-1]), 4 if way == "gated_delta_rule gradient" else 2 if how.plain else 1
     x, _ = given(way, 1, T, 1, *how.widths[0], ends=ends, groups=groups, kind="mild and strong chunks")
-    first = made(way, x, ends)
+    first = computed(way, x, ends)
     for seed in (100, 200):
-        assert same(made(way, x, ends, seed=seed), first)
+        assert same(computed(way, x, ends, seed=seed), first)
 
 
 def numbered(way, kernel, names, suffix=""):
@@ -444,12 +441,12 @@ def test_every_barrier_is_needed(bar):
 
 
 @played_here
-@pytest.mark.parametrize("way", [way for way in OF_DELTA if way in WITH_GATES_AND_STATE and not cut(way)])
+@pytest.mark.parametrize("way", [way for way in OF_DELTA if way in WITH_GATES_AND_STATE and not in_segments(way)])
 def test_a_missing_fence_is_seen(way, monkeypatch):
     x, _ = given(way, 1, 64, 1, 64, 64, groups=1)
     monkeypatch.setitem(played_gluon.STANDS_IN, "fence_async_shared", lambda: None)
     with pytest.raises(AssertionError, match="without a fence"):
-        made(way, x)
+        computed(way, x)
 
 
 @played_here
@@ -459,7 +456,7 @@ def test_a_missing_fence_after_reads_is_seen(way, T, monkeypatch):
     x, _ = given(way, 1, T, 1, 64, 64, groups=1)
     monkeypatch.setitem(played_gluon.STANDS_IN, "fence_async_shared", played_gluon.fence_of_stores)
     with pytest.raises(AssertionError, match="filled without a fence of .*, which read it"):
-        made(way, x)
+        computed(way, x)
 
 
 @on_hopper
@@ -468,12 +465,12 @@ def test_equal_from_run_to_run(way, poisoned):
     kind, runs = "mild and strong chunks", RUNS if way == "gla gradient" else 20
     for K, V in WIDTHS if way == "gla gradient" else KERNELS[way].widths[-1:]:
         x, _ = given(way, 2, 300 if way == "gla gradient" else 1000, 4, K, V, kind=kind)
-        first = made(way, x)
-        assert all(same(made(way, x), first) for _ in range(runs))
+        first = computed(way, x)
+        assert all(same(computed(way, x), first) for _ in range(runs))
 
 
 @on_hopper
-@pytest.mark.parametrize("way, dtype", ways(way for way in WITH_STATE if not cut(way) and not KERNELS[way].back))
+@pytest.mark.parametrize("way, dtype", ways(x for x in WITH_STATE if not in_segments(x) and not KERNELS[x].back))
 def test_a_batch_changes_no_bit(way, dtype):
     """Few heads by narrow programs, many by wide ones."""
     how = KERNELS[way]._replace(path="fused")
@@ -528,9 +525,9 @@ def test_narrow_and_wide_programs_give_the_same_bits(way, dtype, monkeypatch):
     from gla_ref.kernels.hopper import delta_ahead
 
     x, _ = given(way, 1, PACK[-1], 1, 64, 128, dtype=dtype, ends=PACK, groups=1)
-    narrow = made(way, x, PACK)
+    narrow = computed(way, x, PACK)
     monkeypatch.setattr(delta_ahead, "NARROW", delta_ahead.WIDE)
-    assert same(made(way, x, PACK), narrow)
+    assert same(computed(way, x, PACK), narrow)
 
 
 # GLA: a plain call runs the page; strong chunks are mended
@@ -543,9 +540,9 @@ def test_the_page_and_the_kernel_with_options_make_the_same_bits(kind, K, V):
     """From a state of zeros, given or not, right and equal."""
     for sizes in ((2, 1, 3), (3, 150, 2), (2, 257, 3), (1, 256, 2)) if CUDA else ((1, 150, 2),):
         x, judged = given("gla page", *sizes, K, V, kind=kind)
-        plain = made("gla page", x)
+        plain = computed("gla page", x)
         compare(plain, {n: judged[n] for n in plain})
-        assert same(plain, made("gla fused", x))
+        assert same(plain, computed("gla fused", x))
         if CUDA:
             alone, S = gla_hopper.gla(*tokens(x))
             left = alone.isnan()  # pairs of strong chunks
@@ -558,7 +555,7 @@ def test_the_page_marks_the_pairs_that_it_leaves_out():
     """Without flags, the rows of a head's strong chunk are NaN. The states, and so all other rows, are right."""
     x, _ = given("gla page", 1, 200, 2, 64, 64)
     x["g"][:, 70, 1, 3] = -torch.inf
-    right = made("gla page", x)
+    right = computed("gla page", x)
     plan = kernel_cases.plan_gla_page(CLASSES["sm_90"], *(spec_of(n, x[n]) for n in "qkvg"))
     o, S, _ = played_gluon.play(plan, x)
     assert o[:, 64:128, 1].isnan().all() and torch.equal(S, right["S"])
@@ -611,11 +608,11 @@ def test_split_and_carry(path):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_strides_and_poison(dtype, poisoned):
     x, judged = given("gla fused", 2, 300, 3, 64, 64, kind="mild and strong chunks", dtype=dtype)
-    first = made("gla fused", x)
+    first = computed("gla fused", x)
     compare(first, {n: judged[n] for n in first})
     turned = {n: x[n].transpose(1, 2).contiguous().transpose(1, 2) for n in "qvg"}
     turned["k"] = torch.cat([x["k"], x["q"]], -1)[..., : x["k"].shape[-1]]  # rows apart
-    assert same(made("gla fused", x | turned), first)
+    assert same(computed("gla fused", x | turned), first)
 
 
 @on_hopper
@@ -650,7 +647,7 @@ def test_more_than_2_to_the_31_elements():
 @played_here
 def test_no_gate_lies_between_a_token_and_itself():
     x, _ = given("kda fused", 4, 1, 1, 64, 64)
-    found = [made("kda fused", x | {"S": None, "g": torch.full_like(x["g"], g)}) for g in (-3.3, 0.0)]
+    found = [computed("kda fused", x | {"S": None, "g": torch.full_like(x["g"], g)}) for g in (-3.3, 0.0)]
     assert torch.equal(found[0]["o"], found[1]["o"])
 
 
@@ -662,7 +659,7 @@ def test_inputs_made_against_the_kernels_of_kda(kind, V):
     x = against(kind, V=V)
     x, judged = budgets("kda", x, {n: F32 if n in ("S", "dS", "g", "beta") else BF16 for n in x})
     for way in ("kda fused", "kda segmented", "kda gradient"):
-        found = made(way, x)
+        found = computed(way, x)
         compare(found, {n: judged[n] for n in found})
 
 

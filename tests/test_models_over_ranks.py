@@ -164,8 +164,8 @@ FAULTS = {
 def test_ranks_differ(pool, fault):
     change, message = FAULTS[fault]
     group = pool.group(fault, 2)
-    for well, what in pool.tell(group, other, change):
-        assert not well and re.search(message, what[0]), what
+    for ok, error in pool.tell(group, other, change):
+        assert not ok and re.search(message, error[0]), error
 
 
 def with_softmax(rank, group):
@@ -173,5 +173,5 @@ def with_softmax(rank, group):
 
 
 def test_softmax_is_refused(pool):
-    for well, what in pool.tell(pool.group("2", 2), with_softmax):
-        assert not well and re.search("^mixer: expected one with a state.*'softmax' in layer 1", what[0]), what
+    for ok, error in pool.tell(pool.group("2", 2), with_softmax):
+        assert not ok and re.search("^mixer: expected one with a state.*'softmax' in layer 1", error[0]), error

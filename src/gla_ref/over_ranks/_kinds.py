@@ -135,9 +135,9 @@ def facts_of(arguments: Arguments, lengths: tuple[int, ...], scale: float) -> di
     """Facts that all ranks must have in common, a sentence for each argument by its name."""
     facts, cu = {"mechanism": arguments.mechanism}, arguments.cu
     for name in (x.name for x in MECHANISMS[arguments.mechanism].arguments):
-        if (x := arguments.tokens.get(name)) is not None:
-            shape = ", ".join("T" if axis == 1 else f"{n}" for axis, n in enumerate(x.shape))
-        facts[name] = None if x is None else f"[{shape}] {x.dtype} on {x.device.type}"
+        x = arguments.tokens.get(name)
+        shape = [] if x is None else [x.shape[0], "T", *x.shape[2:]]
+        facts[name] = None if x is None else f"[{', '.join(map(str, shape))}] {x.dtype} on {x.device.type}"
     facts["cu_seqlens"] = None if cu is None else f"{list(cu.shape)} {cu.dtype}"
     facts |= {"lengths": list(lengths), "scale": scale, "exchange": arguments.exchange, "segment": arguments.segment}
     facts["requires_grad"] = arguments.gradients  # a rank without a gradient would leave the others waiting for its own

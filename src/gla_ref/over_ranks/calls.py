@@ -34,12 +34,12 @@ class Call:
         plan, lengths, r = kind.plan, kind.lengths, ranks.rank
         self.walk, self.cu, self.kept_maps, self.made = kind.walk, cu, [], []
         self.exchange = Exchange(ranks, plan, kind.facts, kind.tag)
-        a, total = sum(lengths[:r]), sum(lengths)
+        before, total = sum(lengths[:r]), sum(lengths)
         self.tokens, n = lengths[r], plan.segments[r]
         step = segment_length or self.tokens // n
         borders = [(i * step, min(self.tokens, (i + 1) * step)) for i in range(n)]
         self.segments = [
-            Segment(a + i, a + j, r == m == 0, r == ranks.size - 1 and m == n - 1, total, cu)
+            Segment(before + i, before + j, r == m == 0, r == ranks.size - 1 and m == n - 1, total, cu)
             for m, (i, j) in enumerate(borders)
         ]
         # the form walks this many segments at once, as rows of a batch: all of them, or one after the other

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .agreement import Agreement, Lookout
-from .maps import Maps
+from .maps import Maps, border_kernels
 from .planning import Plan
 
 # gathers one tensor from all ranks; PyTorch 2.13 has renamed the function
@@ -122,11 +122,9 @@ class Exchange:
 
     def gathered_by_kernels(self, maps: Maps, backwards: bool) -> Tensor:
         """Do the work of `gathered` for plans with one map per rank, in two launches instead of some twenty."""
-        from ..kernels.portable.border import composed, entered
-
-        work, found = self.ranks.all_gather(composed(maps.X, maps.M, self.tag, backwards))
+        work, found = self.ranks.all_gather(border_kernels().composed(maps.X, maps.M, self.tag, backwards))
         self.wait(work, found, self.ranks.others)
-        return entered(found, self.ranks.rank, self.plan.shapes, self.tag, backwards)
+        return border_kernels().entered(found, self.ranks.rank, self.plan.shapes, self.tag, backwards)
 
     def gathered(self, maps: Maps, backwards: bool) -> Tensor:
         """Send all maps to every rank; each rank runs through the maps before its own."""

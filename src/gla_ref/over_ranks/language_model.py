@@ -60,8 +60,7 @@ class Mean(torch.autograd.Function):
         try:
             dist.all_reduce(both, group=ranks.group)
         except RuntimeError as error:
-            others = [r for r in range(ranks.size) if r != ranks.rank]
-            raise ranks.agreement.lost(error, pieces.facts, others) from error
+            raise ranks.agreement.lost(error, pieces.facts, ranks.others) from error
         ranks.agreement.took_part(of_all=True)
         ctx.save_for_backward((ranks.size / both[1]).to(total.dtype))
         return (both[0] / both[1]).to(total.dtype)

@@ -11,6 +11,7 @@ identity.
 """
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,13 @@ from ..chunks import decayed, heads_first
 from ..gates import decay_from_start, decay_to_end
 
 Tokens = dict[str, Tensor]
+
+
+def border_kernels() -> ModuleType:
+    """The kernels of maps, imported when a call first needs them: the package runs without Triton."""
+    from ..kernels.portable import border
+
+    return border
 
 
 class Maps(NamedTuple):
@@ -77,9 +85,7 @@ class Maps(NamedTuple):
     def run(self, S: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
         """Return the states that come into each segment `[N, n, H, K, V]`, and the state that leaves the last one."""
         if self.by_kernels and self.X.shape[1] > 1:
-            from ..kernels.portable.border import crossed
-
-            return crossed(self.X, self.M, S, backwards)
+            return border_kernels().crossed(self.X, self.M, S, backwards)
         states, shape = [], S.shape
         S = S if self.decays else S.flatten(0, 1)
         for m in self.in_turn(backwards):
@@ -141,17 +147,13 @@ def write_map(walk: Walk, x: Tokens, reads=False) -> tuple[tuple[Tensor, ...], T
     if "beta" in x:
         V = v.shape[-1]
         if walk.kernel:
-            from ..kernels.portable.border import written
-
-            X, M, o, made = written(q, k, v, g, x["beta"], scale=walk.scale, reads=reads)
+            X, M, o, made = border_kernels().written(q, k, v, g, x["beta"], scale=walk.scale, reads=reads)
             return (M,), X, o, made
         o, S = _of_identity(walk, x)
         o = o[..., V:] if reads else None
         return (S[..., V:],), S[..., :V], o, []
     if walk.kernel and g_v is None:
-        from ..kernels.portable.border import added
-
-        X, decay = added(k, v, g)
+        X, decay = border_kernels().added(k, v, g)
         return _decays(walk, x, decay), X, None, []
     k, v, of_k, of_v = walk.heads_first(k, v, g, g_v)
     return _decays(walk, x), decayed(k, of_k, decay_to_end).mT @ decayed(v, of_v, decay_to_end), None, []
@@ -171,14 +173,10 @@ def read_map(
         else:
             M, reads = kept_map
         if walk.kernel:
-            from ..kernels.portable.border import added
-
-            return (M.mT,), added(reads, do)[0]
+            return (M.mT,), border_kernels().added(reads, do)[0]
         return (M.mT,), heads_first(reads).mT @ heads_first(do.to(walk.dtype))
     if walk.kernel and g_v is None:
-        from ..kernels.portable.border import added
-
-        A, decay = added(q, do, g, backwards=True)
+        A, decay = border_kernels().added(q, do, g, backwards=True)
         return _decays(walk, x, decay), walk.scale * A
     q, do, of_q, of_do = walk.heads_first(q, do, g, g_v)
     return _decays(walk, x), decayed(walk.scale * q, of_q, decay_from_start).mT @ decayed(do, of_do, decay_from_start)

@@ -80,7 +80,7 @@ def plan(
     dtype = contract.compute_dtype(*tokens.values())
     shapes = map_shapes(mechanism, sizes, columns=tokens.get("g_v") is not None)
     state, whole = (dtype.itemsize * n for n in (math.prod(shapes[-1]), sum(map(math.prod, shapes))))
-    segments, why_segments = cut(lengths, shapes[-1], segment, packed, multiprocessors)
+    segments, why_segments = choose_segments(lengths, shapes[-1], segment, packed, multiprocessors)
     maps = whole * (max(segments) if segment else 1)
     exchange, blocks, why = choose_exchange(link, len(lengths), maps, state, shapes[-1][1], exchange)
     walk, why_walk = choose_walk(dtype, on_gpu=multiprocessors > 0)
@@ -96,7 +96,7 @@ def map_shapes(mechanism: str, sizes: dict[str, int], columns: bool) -> tuple[tu
     return tuple(tuple(sizes[axis] for axis in axes.split()) for axes in every)
 
 
-def cut(
+def choose_segments(
     lengths: Sequence[int], state: tuple[int, ...], segment: int | None, packed: bool, multiprocessors: int
 ) -> tuple[tuple[int, ...], list[str]]:
     """The number of segments on each rank, and why; `state` is the shape of all heads' states."""

@@ -25,27 +25,27 @@ class Edge(NamedTuple):
 
 
 class Segment:
-    """Tokens a to e of all. Nothing here waits for a GPU.
+    """Tokens `start` to `end` of all. Nothing here waits for a GPU.
 
     Without `cu` there are B sequences that cross every border, and the host knows all of this. With `cu` [N + 1] it is
-    in tensors: [1] for a border, [N] for the sequences, [T] for the tokens from a to e. If a = 5, e = 12
-    and cu = 0 3 9 30, `left` is 3-9, which goes on after a and stops here; `right` is 9-30, which starts here and goes
-    on after e.
+    in tensors: [1] for a border, [N] for the sequences, [T] for the tokens from `start` to `end`. If these are
+    5 and 12, and cu = 0 3 9 30, `left` is 3-9, which began before `start` and stops here; `right` is 9-30, which starts
+    here and goes on after `end`.
 
     Attributes:
-        left, right: the sequences that hold the token before a, and the token before e.
-        from_left: whether `left` goes on after a.
-        to_right: whether `right` goes on after e.
-        right_starts_here: whether `right` is another sequence than `left`, so starts in here, or a is 0.
-        left_stops_here: whether `left` is another sequence than `right`, so stops in here, or e is the end of all. (If
-            both are the sequence that stops at e, nothing comes in at e either.)
+        left, right: the sequences that hold the token before `start`, and the token before `end`.
+        from_left: whether `left` goes on after `start`.
+        to_right: whether `right` goes on after `end`.
+        right_starts_here: whether `right` is another sequence than `left`, so starts in here, or `start` is 0.
+        left_stops_here: whether `left` is another sequence than `right`, so stops in here, or `end` is the end of all.
+            (If both are the sequence that stops at `end`, nothing comes in there either.)
         begin_here, end_here: whether the first token of a sequence, or its last, is in here; for an empty sequence
             whether the next token is.
         of_left, of_right: whether a token belongs to `left`, or to `right`; None for all tokens.
         cu: the boundaries among the segment's own tokens; None without `cu`.
     """
 
-    def __init__(self, a: int, e: int, is_first: bool, is_last: bool, total: int, cu: Tensor | None):
+    def __init__(self, start: int, end: int, is_first: bool, is_last: bool, total: int, cu: Tensor | None):
         if cu is None:
             self.cu = self.of_left = self.of_right = None
             self.left = self.right = slice(None)
@@ -53,18 +53,18 @@ class Segment:
             self.end_here = self.left_stops_here = is_last
             self.from_left, self.to_right = not is_first, not is_last
             return
-        self.left, self.right = ((cu < x).sum().sub(1).clamp(min=0).view(1) for x in (a, e))
-        self.from_left = a > 0 and cu[self.left + 1] > a
-        self.to_right = cu[self.right + 1] > e
+        self.left, self.right = ((cu < x).sum().sub(1).clamp(min=0).view(1) for x in (start, end))
+        self.from_left = start > 0 and cu[self.left + 1] > start
+        self.to_right = cu[self.right + 1] > end
         another = self.left != self.right
-        self.right_starts_here, self.left_stops_here = another | (a == 0), another | (e == total)
-        here, stop = torch.arange(a, e, device=cu.device), math.inf if is_last else e
+        self.right_starts_here, self.left_stops_here = another | (start == 0), another | (end == total)
+        here, stop = torch.arange(start, end, device=cu.device), math.inf if is_last else end
         self.of_left, self.of_right = here < cu[self.left + 1], here >= cu[self.right]
-        self.begin_here = (cu[:-1] >= a) & (cu[:-1] < stop)
+        self.begin_here = (cu[:-1] >= start) & (cu[:-1] < stop)
         last = torch.maximum(cu[1:] - 1, cu[:-1])
-        self.end_here = (last >= a) & (last < stop)
-        self.cu = (cu - a).clamp(0, e - a)
-        if a == e:
+        self.end_here = (last >= start) & (last < stop)
+        self.cu = (cu - start).clamp(0, end - start)
+        if start == end:
             self.cu[-1] = 1  # the token of zeros that stands for none
 
     def edge(self, backwards: bool) -> Edge:

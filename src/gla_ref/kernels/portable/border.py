@@ -176,7 +176,10 @@ def plan_composed(hardware: Hardware, part: Tensor, rows: Tensor, n: int, tag: f
     N, R, D = slots // n, rows.shape[2], K * V
     BD = min(1024, next_power_of_2(D))
     message = draft.new("message", 1 + N * H * (R + D))
-    draft.launch(compose, cdiv(D, BD) * H * N, part, rows, message, tag, n, N, H, R, D, BD=BD, REVERSE=backwards)
+    draft.launch(
+        compose, cdiv(D, BD) * H * N, part=part, rows=rows, message=message, tag=tag, n=n, N=N, H=H, R=R, D=D,
+        BD=BD, REVERSE=backwards,
+    )
     return draft.plan("portable", message)
 
 
@@ -188,9 +191,9 @@ def plan_entered(
     S, D = draft.new("S", N, H, K, V), K * V
     BD = min(1024, next_power_of_2(D))
     draft.launch(
-        enter, cdiv(D, BD) * H * N, messages, S, tag, rank, ranks, numbers, N, H, shapes[0][2], D,
-        BD=BD, REVERSE=backwards,
-    )  # fmt: skip
+        enter, cdiv(D, BD) * H * N, messages=messages, S=S, tag=tag, rank=rank, ranks=ranks, numbers=numbers,
+        N=N, H=H, R=shapes[0][2], D=D, BD=BD, REVERSE=backwards,
+    )
     return draft.plan("portable", S)
 
 

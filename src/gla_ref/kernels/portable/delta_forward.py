@@ -47,9 +47,11 @@ import triton.language as tl
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from ._arguments import launch, stride_patterns, token_strides
+from ._factors import BETA, COARSE, FINE, ROWS, SINCE, UNTIL, factor, load_channels, load_whole_decay, square
 from .scalar_gates import chunk_length, log_decay, summed
 from .segments import segment_length, sequences, slots, which_segment, which_sequence
-from .tiles import VARYING, load_tile, load_tokens, operand, pattern, patterns, product, store_tile, which_tile
+from .tiles import VARYING, load_tile, load_tokens, low, operand, pattern, product, store_tile, times, which_tile
 
 # by family and bits, K up to: (BV, warps, stages) of a walk. These tiles are the largest that hardly spill
 # (tools/compile_kernels.py); times were not compared. 32 columns with 4 warps need 2 stages: with 1 stage and K > 128,
@@ -62,9 +64,6 @@ WALK = {
     ("turing", 16): {64: (32, 8, 1), 128: (16, 8, 1)},
     ("turing", 32): {64: (32, 8, 1), 128: (16, 8, 1)},
 }
-# rows of `factors`: write strength; decay since the chunk began and until it ends; the gates' sums in two parts
-BETA, SINCE, UNTIL, COARSE, FINE = map(tl.constexpr, range(5))
-ROWS = 5
 
 
 @triton.jit
@@ -132,49 +131,6 @@ def inverse(A):
     if C >= 64:
         Y = merged(Y, A)
     return tl.reshape(Y, [C, C])
-
-
-@triton.jit
-def low(x, dtype: tl.constexpr):
-    """`operand` for a tile that may already have the product's precision."""
-    if x.dtype == dtype:
-        return x, 1.0
-    else:
-        return operand(x, dtype)
-
-
-@triton.jit
-def times(x, y, dtype: tl.constexpr):
-    """x y, after both are rounded to the product's precision."""
-    x, of_x = low(x, dtype)
-    y, of_y = low(y, dtype)
-    return tl.dot(x, y, input_precision="ieee") * (of_x * of_y)
-
-
-@triton.jit
-def square(x, i_t, i_h, H, C: tl.constexpr):
-    """Pointers to the square [C, C] of a chunk of a head."""
-    o_c = tl.arange(0, C)
-    return x + (i_t * H + i_h).to(tl.int64) * C * C + o_c[:, None] * C + o_c[None, :]
-
-
-@triton.jit
-def factor(factors, i_t, i_h, H, C: tl.constexpr, ROWS: tl.constexpr):
-    """Pointers to the first row of a chunk's factors; row r begins r C numbers later."""
-    return factors + (i_t * H + i_h).to(tl.int64) * ROWS * C + tl.arange(0, C)
-
-
-@triton.jit
-def load_whole_decay(factors, i_t, i_h, H, C: tl.constexpr, ROWS: tl.constexpr):
-    """e^(b_C) of a chunk, the last number of SINCE: rows beyond a sequence's end add no gate."""
-    return tl.load(factors + ((i_t * H + i_h).to(tl.int64) * ROWS + SINCE) * C + C - 1)
-
-
-@triton.jit
-def load_channels(through, i_t, i_h, H, K, BK: tl.constexpr):
-    """e^(b_C) of a chunk in each channel, [BK]; through [chunks, H, K]."""
-    o_k = tl.arange(0, BK)
-    return tl.load(through + (i_t * H + i_h).to(tl.int64) * K + o_k, mask=o_k < K, other=0.0)
 
 
 @triton.jit
@@ -397,9 +353,8 @@ def launch_carry_maps(
     BJ = min(32 if draft.hardware.family == "ampere" else 64, BK)
     draft.launch(
         carry_maps, cdiv(V, BV) * H * N,
-        part, S_in, S_out, cu, N, T, L, H, K, V,
-        BK=BK, BV=BV, BJ=BJ, PACKED=cu is not None, REVERSE=reverse,
-        num_warps=4, num_stages=1,
+        part=part, S_in=S_in, S_out=S_out, cu=cu, N=N, T=T, L=L, H=H, K=K, V=V,
+        BK=BK, BV=BV, BJ=BJ, PACKED=cu is not None, REVERSE=reverse, num_warps=4, num_stages=1,
     )
 
 
@@ -431,10 +386,12 @@ class DeltaCall(NamedTuple):
     k_til: Spec | None = None  # keys that write, and the state's decays, where each channel has a gate
     through: Spec | None = None
 
+    launch = launch
+
     @property
     def same(self) -> dict:
         """Constants that every kernel has."""
-        return {"C": self.C, "PACKED": self.cu is not None, "ROWS": self.factors.shape[2]}
+        return {"PACKED": self.cu is not None, "ROWS": self.factors.shape[2]}
 
     @property
     def segments(self) -> int:
@@ -444,10 +401,6 @@ class DeltaCall(NamedTuple):
     def by_engine(self, *tensors: Spec | None) -> bool:
         """Whether the copy engine takes all these tensors."""
         return self.cu is None and all([describable(x, self.draft.hardware) for x in tensors if x])
-
-    def writers(self, engine: bool) -> tuple:
-        """`k_til` and `through` for a launch."""
-        return *boxes(engine, self.C, (self.k_til, self.BK)), self.through
 
 
 def columns_of_v(hardware: Hardware, q: Spec, k: Spec, v: Spec) -> tuple[int, int]:
@@ -486,7 +439,7 @@ def begin(draft: Draft, q, k, v, cu, scale, path, rows: int, most: int = 64) -> 
     return DeltaCall(
         draft, cu, B, T, H, K, V, G, N, scale, False, kept, C, C * length, BK, BV, chunks, warps, stages,
         P, Y, factors,
-    )  # fmt: skip
+    )
 
 
 def solve_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> DeltaCall:
@@ -495,11 +448,10 @@ def solve_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> DeltaCall:
     half = q.dtype != torch.float32
     # a multiprocessor has room for two programs of 224 registers per thread, or four of 128, which spill 32 bytes
     fewer = {"maxnreg": 128} if half and draft.hardware.family == "hopper" else {}
-    draft.launch(
-        solve, call.H * call.chunks,
-        q, k, g, beta, call.P, call.Y, call.factors, call.cu, *patterns(q, k),
-        *(g.strides if g else (0, 0, 0)), *beta.strides, call.N, call.T, call.H, call.G, call.K,
-        BK=min(64, call.BK), **call.same, num_warps=4, num_stages=1, **fewer,
+    call.launch(
+        solve, call.H * call.chunks, q=q, k=k, g=g, beta=beta,
+        **stride_patterns(q=q, k=k), **token_strides(g=g, b=beta),
+        BK=min(64, call.BK), num_warps=4, num_stages=1, **fewer,
     )
     return call
 
@@ -517,15 +469,14 @@ def launch_walk(
     states: Spec | None = None, writes: Spec | None = None, maps: bool = False,
 ) -> None:
     """Launch `walk` over all segments; with `maps`, S_out gets each segment's map."""
-    n_v, n_k = cdiv(call.V, call.BV), cdiv(call.K, call.BV)
-    x, engine = q if o else None, call.by_engine(q, k, v)
-    call.draft.launch(
-        walk, (n_v + n_k * maps) * call.H * call.segments,
-        *boxes(engine, call.C, (x, call.BK), (k, call.BK), (v, call.BV), (o, call.BV)),
-        call.P if o else None, call.Y, call.factors, *call.writers(engine), S_in, S_out, states, writes, call.cu,
-        *patterns(x, k, v, o, writes), state_strides(S_in),
-        call.N, call.T, call.L, call.H, call.G, call.K, call.V, call.scale,
-        BK=call.BK, BV=call.BV, TMA=engine, GATED=call.gated, MAP=maps, **call.same,
+    BK, BV, engine = call.BK, call.BV, call.by_engine(q, k, v)
+    q = q if o else None
+    s = stride_patterns(q=q, k=k, v=v, o=o, w=writes)
+    q, k, v, o, k_til = boxes(engine, call.C, (q, BK), (k, BK), (v, BV), (o, BV), (call.k_til, BK))
+    call.launch(
+        walk, (cdiv(call.V, BV) + cdiv(call.K, BV) * maps) * call.H * call.segments,
+        q=q, k=k, v=v, o=o, P=call.P if o else None, k_til=k_til, S_in=S_in, S_out=S_out, states=states, writes=writes,
+        **s, s_in=state_strides(S_in), TMA=engine, GATED=call.gated, MAP=maps,
         num_warps=call.warps, num_stages=call.stages,
     )
 

@@ -35,29 +35,12 @@ from torch import Tensor
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv
-from .delta_forward import (
-    BETA,
-    COARSE,
-    FINE,
-    SINCE,
-    UNTIL,
-    DeltaCall,
-    factor,
-    launch_carry_maps,
-    load_channels,
-    load_first,
-    load_whole_decay,
-    low,
-    solve_all,
-    square,
-    state_strides,
-    store_state,
-    times,
-    walks,
-)
+from ._arguments import stride_patterns, token_strides
+from ._factors import BETA, COARSE, FINE, SINCE, UNTIL, factor, load_channels, load_whole_decay, square
+from .delta_forward import DeltaCall, launch_carry_maps, load_first, solve_all, state_strides, store_state, walks
 from .scalar_gates import log_decay
 from .segments import which_segment
-from .tiles import VARYING, load_tile, load_tokens, operand, patterns, product, store_tile, which_tile
+from .tiles import VARYING, load_tile, load_tokens, low, operand, product, store_tile, times, which_tile
 
 # BK, BV and warps of `gradients`
 GRADIENTS = {
@@ -272,16 +255,15 @@ def gradients(
 def launch_walk_back(
     call: DeltaCall, q: Spec, k: Spec, do: Spec, R_in: Spec | None, R_out: Spec | None, r: Spec | None = None,
     dstates: Spec | None = None, maps: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Launch `walk_back` over all segments; with `maps`, R_out gets each segment's map."""
-    n_v, n_k, engine = cdiv(call.V, call.BV), cdiv(call.K, call.BV), call.by_engine(q, k, do)
-    call.draft.launch(
-        walk_back, (n_v + n_k * maps) * call.H * call.segments,
-        *boxes(engine, call.C, (q, call.BK), (k, call.BK), (do, call.BV)), r,
-        call.P, call.Y, call.factors, *call.writers(engine), R_in, R_out, dstates, call.cu,
-        *patterns(q, k, do, r), state_strides(R_in),
-        call.N, call.T, call.L, call.H, call.G, call.K, call.V,
-        BK=call.BK, BV=call.BV, TMA=engine, GATED=call.gated, MAP=maps, **call.same,
+    BK, BV, engine = call.BK, call.BV, call.by_engine(q, k, do)
+    s = stride_patterns(q=q, k=k, do=do, r=r)
+    q, k, do, k_til = boxes(engine, call.C, (q, BK), (k, BK), (do, BV), (call.k_til, BK))
+    call.launch(
+        walk_back, (cdiv(call.V, BV) + cdiv(call.K, BV) * maps) * call.H * call.segments,
+        q=q, k=k, do=do, r=r, k_til=k_til, R_in=R_in, R_out=R_out, dstates=dstates,
+        **s, s_in=state_strides(R_in), TMA=engine, GATED=call.gated, MAP=maps,
         num_warps=call.warps, num_stages=call.stages,
     )
 
@@ -334,12 +316,10 @@ class Made(NamedTuple):
 def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
     """`gradients` of all chunks."""
     BK, BV, warps = GRADIENTS[call.draft.hardware.family, 8 * x.q.dtype.itemsize]
-    call.draft.launch(
-        gradients, call.H * call.chunks,
-        x.q, x.k, x.v, x.do, x.g, call.factors, x.writes, x.r, x.states, x.dstates, *made, call.cu,
-        *patterns(x.q, x.k, x.v, x.do, x.writes, made.dq), state_strides(x.states),
-        *(x.g.strides if x.g else (0, 0, 0)), call.N, call.T, call.H, call.G, call.K, call.V, call.scale,
-        BK=BK, BV=BV, **call.same, num_warps=warps, num_stages=1,
+    call.launch(
+        gradients, call.H * call.chunks, **x._asdict(), **made._asdict(),
+        **stride_patterns(q=x.q, k=x.k, v=x.v, do=x.do, w=x.writes, d=made.dq), s_S=state_strides(x.states),
+        **token_strides(g=x.g), BK=BK, BV=BV, num_warps=warps, num_stages=1,
     )
 
 

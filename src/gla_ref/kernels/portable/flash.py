@@ -36,6 +36,7 @@ import triton.language as tl
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, describable, next_power_of_2, strides_of
+from ._arguments import strides
 from .segments import sequences, slots, which_segment
 from .tiles import load_tile, store_tile
 
@@ -70,8 +71,7 @@ VARYING = ("N", "S", "H", "slots")
 
 @triton.jit
 def load_rows(
-    x, s, i_b, i_h, o_t, end, D,
-    BT: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
+    x, s, i_b, i_h, o_t, end, D, BT: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr,
 ):
     """Rows o_t ... o_t + BT - 1 of x[i_b, :, i_h, :] as [BT, BD], zero from row `end` and column D on.
 
@@ -101,9 +101,9 @@ def which_rows(cu, N, T, S, H, slots, BT: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def fwd_keys(
     b_o, b_l, b_m, b_q, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
-    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):
+    """Add keys lo to hi to a tile of queries: the outputs, not yet divided, the sums and the maxima (chapter 2)."""
     for o_n in tl.range(lo, hi, BN):
         b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
         b_v = load_rows(v, s_v, i_b, i_h, start + o_n, end, V, BN, BV, TMA, CLIP)  # [BN, BV]
@@ -122,8 +122,7 @@ def fwd_keys(
 
 @triton.jit(do_not_specialize=VARYING)
 def fwd(
-    q, k, v, o, lse, low, cu, s_q, s_k, s_v, s_o,
-    N, T, S, H, K, V, slots, rows, scale2,
+    q, k, v, o, lse, low, cu, s_q, s_k, s_v, s_o, N, T, S, H, K, V, slots, rows, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, PACKED: tl.constexpr, SIGN: tl.constexpr,
 ):
@@ -168,8 +167,7 @@ def fwd(
 @triton.jit
 def dq_keys(
     b_dq, b_q, b_do, b_lse, b_low, b_delta, k, v, s_k, s_v, i_b, i_h, start, end, o_i, lo, hi, K, V, scale2,
-    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):
     for o_n in tl.range(lo, hi, BN):
         b_k = load_rows(k, s_k, i_b, i_h, start + o_n, end, K, BN, BK, TMA, CLIP)  # [BN, BK]
@@ -190,8 +188,7 @@ def dq_keys(
 def bwd_dq(
     q, k, v, o, do, lse, low, delta, dq, cu, s_q, s_k, s_v, s_o, s_do, s_dq,
     N, T, S, H, K, V, slots, rows, scale, scale2,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, PACKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr,
 ):
     # which tile, as in fwd
     i_b, i_h, i_t, start, T, S = which_rows(cu, N, T, S, H, slots, BM, PACKED)
@@ -228,7 +225,7 @@ def bwd_dq(
 
 
 @triton.jit
-def load_sums(lse, delta, o_head, o_m, T, BM: tl.constexpr):
+def load_statistics(lse, delta, o_head, o_m, T, BM: tl.constexpr):
     o_i = o_m + tl.arange(0, BM)
     b_lse = tl.load(lse + o_head + o_i, mask=o_i < T, other=float("inf"))  # p = 0 beyond the end
     return b_lse, tl.load(delta + o_head + o_i, mask=o_i < T, other=0.0)
@@ -240,14 +237,14 @@ def dkv_queries(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TMA: tl.constexpr, AHEAD: tl.constexpr, CLIP: tl.constexpr, MASK: tl.constexpr,
 ):
-    b_lse, b_delta = load_sums(lse, delta, o_head, lo, T, BM)  # [BM] each
+    b_lse, b_delta = load_statistics(lse, delta, o_head, lo, T, BM)  # [BM] each
     for o_m in tl.range(lo, hi, BM):
         b_q = load_rows(q, s_q, i_b, i_h, start + o_m, start + T, K, BM, BK, TMA, CLIP)  # [BM, BK]
         b_do = load_rows(do, s_do, i_b, i_h, start + o_m, start + T, V, BM, BV, TMA, CLIP)  # [BM, BV]
         if AHEAD:  # small tiles leave registers for the next rows, which are loaded ahead
-            b_lse_next, b_delta_next = load_sums(lse, delta, o_head, o_m + BM, T, BM)
+            b_lse_next, b_delta_next = load_statistics(lse, delta, o_head, o_m + BM, T, BM)
         else:
-            b_lse, b_delta = load_sums(lse, delta, o_head, o_m, T, BM)
+            b_lse, b_delta = load_statistics(lse, delta, o_head, o_m, T, BM)
         # transposed tiles: p and ds are left operands of both sums and stay in registers
         b_s = tl.dot(b_k, b_q.T, input_precision="ieee")  # [BN, BM]
         # the sum starts at -delta: subtracting delta takes no operation, and delta no registers
@@ -345,13 +342,13 @@ def begin(hardware: Hardware, call) -> FlashCall:
     return FlashCall(draft, cu, B, T, S, H, K, V, sequences(0, cu), BK, BV, scale, engine, dtype)
 
 
-def launch(call: FlashCall, kernel, length: int, rows: int, loaded: list, *args, warps: int, stages: int, **named):
+def launch(call: FlashCall, kernel, length: int, rows: int, loaded: dict, *, warps: int, stages: int, **named):
     """Launch a program of `kernel` for each `rows` of `length` tokens; a program loads tiles (tensor, rows, width)."""
     n = slots(1, length, call.cu, rows)
+    named |= {name: boxes(call.engine, m, (x, width))[0] for name, (x, m, width) in loaded.items()}
     call.draft.launch(
-        kernel, n * call.B * call.H, *(boxes(call.engine, m, (x, width))[0] for x, m, width in loaded), *args,
-        N=call.N, T=call.T, S=call.S, H=call.H, K=call.K, V=call.V, rows=call.T, slots=n,
-        scale2=call.scale / math.log(2), BK=call.BK, BV=call.BV, TMA=call.engine,
+        kernel, n * call.B * call.H, cu=call.cu, N=call.N, T=call.T, S=call.S, H=call.H, K=call.K, V=call.V,
+        rows=call.T, slots=n, scale2=call.scale / math.log(2), BK=call.BK, BV=call.BV, TMA=call.engine,
         PACKED=call.cu is not None, **named, num_warps=warps, num_stages=stages,
     )
 
@@ -365,8 +362,8 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     low = call.draft.new("low", B, H, T) if q.dtype == torch.float32 else None
     BM, BN, warps, stages = call.tiles(FWD)
     launch(
-        call, fwd, T, BM, [(q, BM, call.BK), (k, BN, call.BK), (v, BN, call.BV)], o, lse, low, call.cu,
-        *(x.strides for x in (q, k, v, o)), BM=BM, BN=BN, SIGN=(call.scale > 0) - (call.scale < 0),
+        call, fwd, T, BM, {"q": (q, BM, call.BK), "k": (k, BN, call.BK), "v": (v, BN, call.BV)}, o=o, lse=lse, low=low,
+        **strides(q=q, k=k, v=v, o=o), BM=BM, BN=BN, SIGN=(call.scale > 0) - (call.scale < 0),
         warps=warps, stages=stages,
     )
     return call.draft.plan("portable", o, lse, low)
@@ -380,17 +377,18 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     delta = call.draft.like("delta", lse)
     if call.engine and not describable(do, hardware):  # the gradient of a sum has strides of 0
         do = call.draft.contiguous(do)
-    rows, BK, BV = (lse, low), call.BK, call.BV
+    rows, BK, BV = {"lse": lse, "low": low, "delta": delta}, call.BK, call.BV
     BM, BN, warps, stages = call.tiles(BWD_DQ)
     launch(
-        call, bwd_dq, call.T, BM, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (o, BM, BV), (do, BM, BV)], *rows, delta, dq,
-        call.cu, *(x.strides for x in (q, k, v, o, do, dq)), scale=call.scale, BM=BM, BN=BN,
+        call, bwd_dq, call.T, BM,
+        {"q": (q, BM, BK), "k": (k, BN, BK), "v": (v, BN, BV), "o": (o, BM, BV), "do": (do, BM, BV)},
+        **rows, dq=dq, **strides(q=q, k=k, v=v, o=o, do=do, dq=dq), scale=call.scale, BM=BM, BN=BN,
         warps=warps, stages=stages,
     )
     BM, BN, warps, stages = call.tiles(BWD_DKV)
     launch(
-        call, bwd_dkv, k.shape[1], BN, [(q, BM, BK), (k, BN, BK), (v, BN, BV), (do, BM, BV)], *rows, delta, dk, dv,
-        call.cu, *(x.strides for x in (q, k, v, do, dk, dv)), scale=call.scale, BM=BM, BN=BN,
+        call, bwd_dkv, k.shape[1], BN, {"q": (q, BM, BK), "k": (k, BN, BK), "v": (v, BN, BV), "do": (do, BM, BV)},
+        **rows, dk=dk, dv=dv, **strides(q=q, k=k, v=v, do=do, dk=dk, dv=dv), scale=call.scale, BM=BM, BN=BN,
         AHEAD=max(BK, BV) <= 64, warps=warps, stages=stages,
     )
     return call.draft.plan("portable", dq, dk, dv)

@@ -49,8 +49,9 @@ import triton.language as tl
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from ._arguments import launch, stride_patterns
 from .segments import carry_states, segment_length, sequences, slots, which_segment
-from .tiles import FLOOR, STAY, VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+from .tiles import FLOOR, STAY, VARYING, load_tile, operand, pattern, product, store_tile, which_tile
 
 # by family and bits, K up to: (C, BV, warps, stages, stages when states are stored) of a walk.
 # Hopper's tiles were fastest; lab/gla.md lists other tiles, and the reason that float32 is not pipelined.
@@ -204,8 +205,7 @@ def mend(
 @triton.jit(do_not_specialize=VARYING)
 def prepare(
     q, k, g, q_hat, k_hat, factors, strong, cu, s_q, s_k, s_g, s_hat, N, T, H, K,
-    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr,
-    FAST_SUMS: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, LIMIT: tl.constexpr, FAST_SUMS: tl.constexpr,
 ):
     """Make (1): q', k' and the state's `factors` [chunks, H, 3, K]; set flags in `strong`, which holds zeros.
 
@@ -408,6 +408,8 @@ class GlaCall(NamedTuple):
     warps: int
     stages: tuple[int, int]  # stages of a walk that stores no states, and of a walk that stores states
 
+    launch = launch
+
     @property
     def levels(self) -> int:
         return self.C.bit_length() - 1
@@ -436,14 +438,13 @@ class GlaCall(NamedTuple):
         """Launch `walk` over segments of L tokens; Hopper's kernel has a launch of its own."""
         C, BK, BV, T, H, K, V = self.C, self.BK, self.BV, self.T, self.H, self.K, self.V
         q, engine = x.q if o else None, self.by_engine(x.q, x.k, v, x.g)
-        s_q, s_k, s_v, s_g, s_o = patterns(q, x.k, v, x.g, o)
+        s = stride_patterns(q=q, k=x.k, v=v, g=x.g, o=o)
         q, k, v, g, o = boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (x.g, BK), (o, BV))
-        self.draft.launch(
+        self.launch(
             walk, cdiv(V, BV) * H * slots(self.B, T, self.cu, L),
             q=q, k=k, v=v, g=g, factors=x.factors, strong=x.strong, o=o, S_in=S_in, S_out=S_out, decay=decay,
-            states=boxes(engine, BK, (states, BV))[0], cu=self.cu, s_q=s_q, s_k=s_k, s_v=s_v, s_g=s_g, s_o=s_o,
-            s_S=pattern(H * K * V, V, K * V, 1), N=self.N, T=T, L=L, H=H, K=K, V=V, scale=self.scale,
-            BK=BK, BV=BV, TMA=engine, REVERSE=reverse, LIMIT=self.limit, **self.same,
+            states=boxes(engine, BK, (states, BV))[0], **s, s_S=pattern(H * K * V, V, K * V, 1),
+            L=L, TMA=engine, REVERSE=reverse, LIMIT=self.limit,
             num_warps=self.warps, num_stages=self.stages[int(states is not None)],
         )
 
@@ -479,7 +480,7 @@ def begin(draft: Draft, q: Spec, v: Spec, cu: Spec | None, scale, path, table=WA
         draft, cu, B, T, H, K, V, N=sequences(B, cu), scale=contract.check_scale(scale, K), path=path,
         half=half, limit=LIMIT[q.dtype], C=C, BK=BK, BV=min(BV, wide), chunks=slots(B, T, cu, C), warps=warps,
         stages=tuple(stages),
-    )  # fmt: skip
+    )
 
 
 def begin_backward(call: GlaCall, v: Spec, do: Spec, dS: Spec | None) -> tuple[GlaCall, Spec, Spec | None]:
@@ -506,10 +507,10 @@ def prepared(call: GlaCall, q: Spec, k: Spec, g: Spec) -> Readers:
     q_hat, k_hat = draft.like("q_hat", q), draft.like("k_hat", k)
     factors = draft.new("factors", n, H, 3, K)
     strong = draft.new("strong", n, H, dtype=torch.int8, zero=True)
-    draft.launch(
+    call.launch(
         prepare, cdiv(K, 64) * H * n,
-        q, k, g, q_hat, k_hat, factors, strong, call.cu, *patterns(q, k, g, q_hat),
-        call.N, call.T, H, K, BK=64, LIMIT=call.limit, **call.same, num_warps=4, maxnreg=128,
+        q=q, k=k, g=g, q_hat=q_hat, k_hat=k_hat, factors=factors, strong=strong,
+        **stride_patterns(q=q, k=k, g=g, hat=q_hat), BK=64, LIMIT=call.limit, num_warps=4, maxnreg=128,
     )
     return Readers(q_hat, k_hat, factors=factors, strong=strong)
 
@@ -554,12 +555,11 @@ def walks(
 def mend_strong(call: GlaCall, q, k, v, g, o, strong, reverse=False) -> None:
     """Launch `mend`, which adds to o the pairs that `walk` has left out."""
     wide = MEND[call.draft.hardware.family]
-    call.draft.launch(
+    call.launch(
         mend, cdiv(call.chunks * call.H, 16),
-        q, k, v, g, o, strong, call.cu, *patterns(q, k, v, g, o),
-        call.N, call.T, call.H, call.K, call.V, call.scale, call.chunks * call.H, int(reverse),
-        LEVELS=call.levels, BK=min(wide, call.BK), BV=min(wide, call.BV), BN=16,
-        **call.same, num_warps=4, num_stages=1,
+        q=q, k=k, v=v, g=g, o=o, strong=strong, **stride_patterns(q=q, k=k, v=v, g=g, o=o),
+        n_flags=call.chunks * call.H, reverse=int(reverse),
+        LEVELS=call.levels, BK=min(wide, call.BK), BV=min(wide, call.BV), BN=16, num_warps=4, num_stages=1,
     )
 
 

@@ -30,9 +30,10 @@ import triton.language as tl
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
 from . import gla_forward
+from ._arguments import stride_patterns
 from .gla_forward import chunk_decays, clamped, gates_to_border, sums, to_border
 from .segments import which_segment
-from .tiles import VARYING, load_tile, operand, patterns, store_tile, which_tile
+from .tiles import VARYING, load_tile, operand, store_tile, which_tile
 
 # BK = BV, warps and the largest number of stages of `gradients`
 GRADIENTS = {
@@ -87,8 +88,7 @@ def gradients(
     # compute: over the chunk's pairs
     read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, b_q.dtype)
     b_dq, b_dk, b_net, b_later = pairs(
-        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild,
-        LEVELS, FAST_SUMS,
+        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild, LEVELS, FAST_SUMS
     )
 
     # store
@@ -172,12 +172,11 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     B, warps, stages = GRADIENTS[hardware.family, 8 * q.dtype.itemsize]
     if S_all.dtype != torch.bfloat16:
         stages = min(stages, 2)  # states in float32 leave no room for more stages
-    draft.launch(
+    shared.launch(
         gradients, cdiv(shared.K, B) * shared.H * shared.chunks,
-        q, k, v, do, g, S_all, back.states, dq, dk, dg, shared.cu,
-        *patterns(q, k, v, do, g, dq, S_all), shared.N, shared.T, shared.H, shared.K, shared.V, shared.scale,
-        LEVELS=shared.levels, BK=B, BV=B, LIMIT=shared.limit, **shared.same,
-        num_warps=warps, num_stages=stages if shared.half and shared.V > B else 1,
+        q=q, k=k, v=v, do=do, g=g, S=S_all, R=back.states, dq=dq, dk=dk, dg=dg,
+        **stride_patterns(q=q, k=k, v=v, do=do, g=g, d=dq, S=S_all), LEVELS=shared.levels, BK=B, BV=B,
+        LIMIT=shared.limit, num_warps=warps, num_stages=stages if shared.half and shared.V > B else 1,
     )
     dS0 = draft.compute("dS0", torch.mul, back.S if S else None, shared.scale)
     return draft.plan("portable", dq, dk, back.o, dg, None, dS0)

@@ -24,6 +24,7 @@ import triton.language as tl
 from ... import _contract as contract
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec, cdiv, next_power_of_2
+from ._arguments import stride_patterns
 from .segments import sequences, which_sequence
 from .tiles import load_tile, patterns, store_tile, which_tile
 
@@ -91,13 +92,13 @@ def plan_step(hardware: Hardware, call) -> Plan:
     N, scale = sequences(B, call.cu_seqlens), contract.check_scale(call.scale, K)
     S, cu = draft.contiguous(call.initial_state, torch.float32), draft.contiguous(call.cu_seqlens, torch.int32)
     o, S_T = draft.like("o", v), draft.new("S_T", N, H, K, V)
-    states = [x if x is None else x.transposed(1, 2) for x in (S, S_T)]
+    S_in, S_out = (x if x is None else x.transposed(1, 2) for x in (S, S_T))
     BK, channels = next_power_of_2(K), g is not None and len(g.shape) == 4
     draft.launch(
         step, cdiv(V, BV) * H * N,
-        q, k, v, g, g_v, beta, o, *states, cu,
-        *patterns(q, k, v), of_heads(g), *patterns(g_v), of_heads(beta), *patterns(o, *states),
-        T, H, H // heads, K, V, scale,
+        q=q, k=k, v=v, g=g, g_v=g_v, beta=beta, o=o, S_in=S_in, S_out=S_out, cu=cu,
+        **stride_patterns(q=q, k=k, v=v, gv=g_v, o=o, S=S_out), s_g=of_heads(g), s_beta=of_heads(beta),
+        s_in=patterns(S_in)[0], T=T, H=H, G=H // heads, K=K, V=V, scale=scale,
         BK=BK, BV=BV, BG=BK if channels else 1, PACKED=cu is not None, num_warps=8 if BK <= 128 else 4,
     )
     return draft.plan("recurrent", o, S_T)

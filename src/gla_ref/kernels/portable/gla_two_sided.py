@@ -30,10 +30,11 @@ import triton.language as tl
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, next_power_of_2
 from . import gla_forward
+from ._arguments import stride_patterns
 from .gla_forward import GlaCall, Readers, chunk_decays, clamped, gates_to_border, to_border
 from .gla_gradient import GRADIENTS, across, crossing, one_half, pairs
 from .segments import which_segment, which_sequence
-from .tiles import VARYING, load_tile, operand, pattern, patterns, product, store_tile, which_tile
+from .tiles import VARYING, load_tile, operand, pattern, product, store_tile, which_tile
 
 # as in gla_forward.py and gla_gradient.py, except tiles that would spill
 TILES = gla_forward.WALK | {
@@ -210,8 +211,7 @@ def gradients(
     # compute: over the chunk's pairs
     read, write, first, last, through, mild = chunk_decays(b_g, LIMIT, FAST_SUMS, False, b_q.dtype)
     b_dq, b_dk, b_net, b_later = pairs(
-        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild,
-        LEVELS, FAST_SUMS,
+        b_q, b_k, b_g, b_dP, b_read * first[None, :], b_write * last[None, :], read, write, mild, LEVELS, FAST_SUMS
     )
 
     # store
@@ -226,16 +226,15 @@ def launch_walk(
     call: GlaCall, g_v: Spec, x: Readers, v: Spec, reverse: bool, S_in, S_out, o=None, strong=None, states=None
 ) -> None:
     """Launch `walk` over all sequences; with o, `walk` sets flags in `strong`."""
-    C, BK, BV, T, H, K, V = call.C, call.BK, call.BV, call.T, call.H, call.K, call.V
+    C, BK, BV, H, K, V = call.C, call.BK, call.BV, call.H, call.K, call.V
     q = x.q if o else None
-    engine = call.by_engine(q, x.k, v)
-    call.draft.launch(
+    engine, s = call.by_engine(q, x.k, v), stride_patterns(q=q, k=x.k, v=v, gv=g_v, o=o)
+    q, k, v, o = boxes(engine, C, (q, BK), (x.k, BK), (v, BV), (o, BV))
+    call.launch(
         walk, cdiv(V, BV) * H * call.N,
-        *boxes(engine, C, (q, BK), (x.k, BK), (v, BV)), g_v, x.factors, x.strong,
-        strong, *boxes(engine, C, (o, BV)), S_in, S_out,
-        *boxes(engine, BK, (states, BV)), call.cu, *patterns(q, x.k, v, g_v, o),
-        pattern(H * K * V, V, K * V, 1), call.N, T, H, K, V, call.scale,
-        BK=BK, BV=BV, NV=tiles_of_v(call), TMA=engine, REVERSE=reverse, LIMIT=call.limit, **call.same,
+        q=q, k=k, v=v, g_v=g_v, factors=x.factors, strong_k=x.strong, strong=strong, o=o, S_in=S_in, S_out=S_out,
+        states=boxes(engine, BK, (states, BV))[0], **s, s_S=pattern(H * K * V, V, K * V, 1),
+        NV=tiles_of_v(call), TMA=engine, REVERSE=reverse, LIMIT=call.limit,
         num_warps=call.warps, num_stages=call.stages[int(states is not None)],
     )
 
@@ -247,14 +246,14 @@ def tiles_of_v(call: GlaCall) -> int:
 
 def launch_gradients(call: GlaCall, q, k, v, do, g, g_v, S, R, dq: str, dk: str, dg: str) -> tuple:
     """Launch `gradients`: dq, dk and dg by their names; without a name for dg, no dg."""
-    draft, K, V = call.draft, q.shape[-1], v.shape[-1]
+    draft, K, V = call.draft, q.shape[-1], v.shape[-1]  # of the exchanged axes
     dq, dk, dg = draft.like(dq, q), draft.like(dk, k), draft.like(dg, g) if dg else None
     B, warps, _ = GRADIENT_TILES[draft.hardware.family, 8 * q.dtype.itemsize]
-    draft.launch(
+    call.launch(
         gradients, cdiv(K, B) * call.H * call.chunks,
-        q, k, v, do, g, g_v, S, R, dq, dk, dg, call.cu,
-        *patterns(q, k, v, do, g, g_v, dq, S), call.N, call.T, call.H, K, V, call.scale,
-        LEVELS=call.levels, BK=B, BV=B, LIMIT=call.limit, **call.same,
+        q=q, k=k, v=v, do=do, g=g, g_v=g_v, S=S, R=R, dq=dq, dk=dk, dg=dg,
+        **stride_patterns(q=q, k=k, v=v, do=do, g=g, gv=g_v, d=dq, S=S), K=K, V=V,
+        LEVELS=call.levels, BK=B, BV=B, LIMIT=call.limit,
         # one stage: Triton would refill v's buffer before the strong branch reads it
         num_warps=warps, num_stages=1,
     )
@@ -277,12 +276,11 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     strong = draft.new("strong_v", shared.chunks, H, NV, dtype=torch.int8, zero=True)
     o, S = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.N, H, K, V)
     launch_walk(shared, g_v, x, v, False, S_in, S, o, strong)
-    draft.launch(
+    shared.launch(
         mend, cdiv(shared.chunks * H, 16),
-        q, k, v, g, g_v, o, strong, shared.cu, *patterns(q, k, v, g, g_v, o),
-        shared.N, shared.T, H, K, V, shared.scale, shared.chunks * H,
-        LEVELS=shared.levels, BK=min(gla_forward.MEND[hardware.family], shared.BK), BV=shared.BV, BN=16, NV=NV,
-        **shared.same, num_warps=4, num_stages=1,
+        q=q, k=k, v=v, g=g, g_v=g_v, o=o, strong=strong, **stride_patterns(q=q, k=k, v=v, g=g, gv=g_v, o=o),
+        n_flags=shared.chunks * H, LEVELS=shared.levels, BK=min(gla_forward.MEND[hardware.family], shared.BK),
+        BN=16, NV=NV, num_warps=4, num_stages=1,
     )
     return draft.plan("portable", o, S, None)
 

@@ -35,10 +35,12 @@ import triton.language as tl
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, Spec
 from . import delta_forward
-from .delta_forward import DeltaCall, factor, invert_and_store, walks
+from ._arguments import stride_patterns, token_strides
+from ._factors import factor
+from .delta_forward import DeltaCall, invert_and_store, walks
 from .gla_forward import LIMIT, LOG2E, clamped, gates_to_border, sums, to_border
 from .segments import which_segment
-from .tiles import VARYING, load_tile, load_tokens, operand, patterns, store_tile
+from .tiles import VARYING, load_tile, load_tokens, operand, store_tile
 
 WARPS = {64: 8, 32: 8, 16: 4}  # of `prepare`, by C
 
@@ -163,11 +165,10 @@ def prepare_all(draft: Draft, q, k, v, g, beta, cu, scale, path) -> Prepared:
     q_hat, k_hat, k_til = (draft.new(name, B, T, H, call.K, dtype=call.kept) for name in ("q_hat", "k_hat", "k_til"))
     call = call._replace(G=1, k_til=k_til, through=draft.new("through", call.chunks, H, call.K))
     BK = 32 if q.dtype == torch.float16 else 64  # float16's sizes of rows take registers
-    draft.launch(
-        prepare, H * call.chunks,
-        q, k, g, beta, q_hat, k_hat, k_til, call.through, call.P, call.Y, call.factors, call.cu,
-        *patterns(q, k, g, q_hat), *beta.strides, call.N, call.T, H, G, call.K,
-        BK=min(BK, call.BK), **call.same, **constants(call, q.dtype), num_warps=WARPS[call.C], num_stages=1,
+    call.launch(
+        prepare, H * call.chunks, q=q, k=k, g=g, beta=beta, q_hat=q_hat, k_hat=k_hat,
+        **stride_patterns(q=q, k=k, g=g, hat=q_hat), **token_strides(b=beta),
+        G=G, BK=min(BK, call.BK), **constants(call, q.dtype), num_warps=WARPS[call.C], num_stages=1,
     )
     return Prepared(call, q_hat, k_hat, G)
 

@@ -32,13 +32,15 @@ from torch import Tensor
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Plan, cdiv
-from .delta_forward import BETA, DeltaCall, factor, square, state_strides
+from ._arguments import stride_patterns
+from ._factors import BETA, factor, square
+from .delta_forward import DeltaCall, state_strides
 from .delta_gradient import GRADIENTS, Local, Made, both_walks, finish, over_states, over_values
 from .gla_forward import clamped, gates_to_border, sums, to_border
 from .gla_gradient import across, one_half
 from .kda_forward import constants, from_middle, prepare_all, since_until
 from .segments import which_segment
-from .tiles import FLOOR, STAY, VARYING, load_tile, operand, patterns, store_tile, which_tile
+from .tiles import FLOOR, STAY, VARYING, load_tile, operand, store_tile, which_tile
 
 
 @triton.jit
@@ -54,7 +56,7 @@ def of_pairs(b_F, b_G, right, left_q, left_k, dtype: tl.constexpr):
 
 
 @triton.jit
-def crossing(level, C: tl.constexpr):
+def crossed_at_border(level, C: tl.constexpr):
     """Mask [C, C] of the rows from t on, or the columns before t, of the half of its block that t is in."""
     o_c = tl.arange(0, C)
     t, s = o_c[:, None], o_c[None, :]
@@ -72,7 +74,7 @@ def at_border(b_dq, b_x, b_dk, b_dg, b_F, b_G, b_q, b_k, b_kb, b_g, level, FAST:
     left_q, left_k = one_half(b_q * b_E, level, 1, dtype), one_half(b_kb * b_E, level, 1, dtype)
     x_q, x_k, x_w = of_pairs(tl.where(met, b_F, 0.0), tl.where(met, b_G, 0.0), right, left_q, left_k, dtype)
     x_q, x_k, x_w = x_q * b_E, x_k * b_E, x_w * b_E
-    b_dg += sums(crossing(level, C), b_q * x_q + b_kb * x_k + b_k * x_w, FAST)
+    b_dg += sums(crossed_at_border(level, C), b_q * x_q + b_kb * x_k + b_k * x_w, FAST)
     return b_dq + x_q, b_x + x_k, b_dk + x_w, b_dg
 
 
@@ -203,21 +205,19 @@ def launch_mend(draft: Draft, q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg
     n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))
     draft.launch(
         mend_gradients, n_programs,
-        q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, *patterns(q, k, g, do, dq),
-        n, n_programs, N, T, H, G, scale,
-        C=C, K=K, V=V, BK=32 if STAY else 64, PACKED=cu is not None, num_warps=4, num_stages=1,
+        q=q, k=k, g=g, do=do, Ts=Ts, w=w, e=e, is_mild=is_mild, strong=strong, dq=dq, dk=dk, dg=dg, cu=cu,
+        **stride_patterns(q=q, k=k, g=g, do=do, d=dq), n_flags=n, n_programs=n_programs, N=N, T=T, H=H, G=G,
+        scale=scale, C=C, K=K, V=V, BK=32 if STAY else 64, PACKED=cu is not None, num_warps=4, num_stages=1,
     )
 
 
 def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
     """`gradients` of all chunks."""
     BK, BV, warps = GRADIENTS[call.draft.hardware.family, 8 * x.q.dtype.itemsize]
-    call.draft.launch(
-        gradients, cdiv(call.K, BK) * call.H * call.chunks,
-        x.q, x.k, x.v, x.do, x.g, call.factors, x.writes, x.r, x.states, x.dstates, *made, call.cu,
-        *patterns(x.q, x.k, x.v, x.do, x.g, x.writes, made.dq), state_strides(x.states),
-        call.B, call.N, call.T, call.H, call.G, call.K, call.V, call.scale,
-        BK=BK, BV=BV, **call.same, **constants(call, x.q.dtype), num_warps=warps, num_stages=1,
+    call.launch(
+        gradients, cdiv(call.K, BK) * call.H * call.chunks, **x._asdict(), **made._asdict(),
+        **stride_patterns(q=x.q, k=x.k, v=x.v, do=x.do, g=x.g, w=x.writes, d=made.dq), s_S=state_strides(x.states),
+        BK=BK, BV=BV, **constants(call, x.q.dtype), num_warps=warps, num_stages=1,
     )
 
 

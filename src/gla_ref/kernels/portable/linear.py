@@ -36,9 +36,10 @@ from torch import Tensor
 from ... import _contract as contract
 from ..launch.hardware import Hardware, tiles
 from ..launch.plan import Draft, Plan, Spec, boxes, cdiv, describable, next_power_of_2
+from ._arguments import strides, token_strides
 from .scalar_gates import chunk_length, gate_gradient, load_sums, log_decay, running_sums
 from .segments import carry_states, choose_path, segment_length, sequences, slots, which_segment, which_sequence
-from .tiles import STAY, VARYING, load_tile, operand, store_tile, strides, which_tile
+from .tiles import STAY, VARYING, load_tile, operand, store_tile, which_tile
 
 # by family and bits, K up to: (BV, warps, stages). Hopper's tiles were fastest; lab/linear_attention.md lists other
 # tiles. The other classes' tiles are the largest that hardly spill, as tools/compile_kernels.py shows. K up to 512
@@ -73,9 +74,9 @@ UNWOUND = {torch.bfloat16: 8192, torch.float16: 2048}  # tokens
 @triton.jit(do_not_specialize=VARYING)
 def walk(
     q, k, v, o, sums, S_in, S_out, states, decay, cu, s_q, s_k, s_v, s_o, N, T, L, H, K, V, scale,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
+    """Walk a segment of a head; o, `states` (before each chunk), S_out and the segment's `decay` may each be None."""
     # which tile
     i_v, i_h, i_s = which_tile(H, V, BV)
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, PACKED)
@@ -216,7 +217,7 @@ class Walk:
     def __init__(
         self, draft: Draft, q: Spec | None, k: Spec, v: Spec, sums: Spec | None, cu: Spec | None, scale: float,
         reverse: bool,
-    ):  # fmt: skip
+    ):
         self.draft, self.k, self.v, self.sums, self.cu = draft, k, v, sums, cu
         self.scale, self.reverse = scale, reverse
         (self.B, self.T, self.H, self.K), self.V = k.shape, v.shape[-1]
@@ -238,12 +239,12 @@ class Walk:
 
     def launch(self, L: int, q=None, o=None, S_in=None, S_out=None, states=None, decay=None) -> None:
         """Launch `walk` over segments of L tokens."""
-        k, v, C, BK, BV = self.k, self.v, self.C, self.BK, self.BV
+        C, BK, BV, s = self.C, self.BK, self.BV, strides(q=q, k=self.k, v=self.v, o=o)
+        q, k, v, o = boxes(self.engine, C, (q, BK), (self.k, BK), (self.v, BV), (o, BV))
         self.draft.launch(
             walk, cdiv(self.V, BV) * self.H * slots(self.B, self.T, self.cu, L),
-            *boxes(self.engine, C, (q, BK), (k, BK), (v, BV), (o, BV)),
-            self.sums, S_in, S_out, states, decay, self.cu, *strides(q, k, v, o),
-            self.N, self.T, L, self.H, self.K, self.V, self.scale,
+            q=q, k=k, v=v, o=o, sums=self.sums, S_in=S_in, S_out=S_out, states=states, decay=decay, cu=self.cu, **s,
+            N=self.N, T=self.T, L=L, H=self.H, K=self.K, V=self.V, scale=self.scale,
             C=C, BK=BK, BV=BV, TMA=self.engine, PACKED=self.cu is not None, REVERSE=self.reverse,
             num_warps=self.warps, num_stages=self.stages,
         )
@@ -318,13 +319,14 @@ def _unwind(
     (_, T, H, K), V, C = k.shape, v.shape[-1], chunk_length(draft.hardware, k)
     dq, dk, dv = (draft.like(f"d{x.name}", x) for x in (q, k, v))
     dS0 = draft.like("dS0", S) if with_dS0 else None
+    tokens = {"q": q, "k": k, "v": v, "do": do, "dq": dq, "dk": dk, "dv": dv}
     engine = cu is None and all(describable(x, draft.hardware) for x in (q, k, v, do))
     draft.because("states run backwards: one walk makes dq, dk and dv")
     warps, stages = UNWIND[draft.hardware.family, 8 * k.dtype.itemsize]
     draft.launch(
         unwind, S.shape[0] * H,
-        *boxes(engine, C, *((x, 64) for x in (q, k, v, do, dq, dk, dv))), S, R, dS0, cu,
-        *strides(q, k, v, do, dk, dv), T, H, K, V, scale,
+        **dict(zip(tokens, boxes(engine, C, *((x, 64) for x in tokens.values())), strict=True)),
+        S=S, R=R, dS=dS0, cu=cu, **strides(q=q, k=k, v=v, do=do, dk=dk, dv=dv), T=T, H=H, K=K, V=V, scale=scale,
         C=C, BK=64, BV=64, TMA=engine, PACKED=cu is not None, num_warps=warps, num_stages=stages,
     )
     return dq, dk, dv, dS0
@@ -371,8 +373,9 @@ def plan_backward(hardware: Hardware, call) -> Plan:
         BV, warps, stages = tiles(GATE_GRADIENT, hardware, q.dtype, K=K)
         draft.launch(
             gate_gradient, states.shape[0] * H,
-            q, k, v, do, g, sums, states, dstates, dg, cu, *strides(q, k, v, do), *g.strides, *dg.strides,
-            sequences(B, cu), T, H, K, V, scale, C=C, BK=max(64, next_power_of_2(K)), BV=BV,
+            q=q, k=k, v=v, do=do, g=g, sums=sums, states=states, dstates=dstates, dg=dg, cu=cu,
+            **strides(q=q, k=k, v=v, do=do), **token_strides(g=g, d=dg), N=sequences(B, cu), T=T, H=H, K=K, V=V,
+            scale=scale, C=C, BK=max(64, next_power_of_2(K)), BV=BV,
             PACKED=cu is not None, num_warps=warps, num_stages=stages,
         )
     return draft.plan("portable", dq, dk, dv, dg, dS0)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..launch.hardware import Hardware
 from ..launch.plan import Draft, Spec, cdiv, next_power_of_2
+from ._arguments import token_strides
 from .segments import sequences, slots, which_segment
 from .tiles import VARYING, load_tile, load_tokens, operand
 
@@ -142,6 +143,6 @@ def running_sums(draft: Draft, g: Spec, cu: Spec | None, C: int) -> Spec:
     BH = min(32, next_power_of_2(H))
     draft.launch(
         sum_gates, (chunks, cdiv(H, BH)),
-        g, sums, cu, *g.strides, sequences(B, cu), T, H, C=C, BH=BH, PACKED=cu is not None,
+        g=g, sums=sums, cu=cu, **token_strides(g=g), N=sequences(B, cu), T=T, H=H, C=C, BH=BH, PACKED=cu is not None,
     )
     return sums

@@ -42,8 +42,7 @@ def which_segment(cu, i_s, N, T, L, PACKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def carry(
-    part, rows, S_in, S_out, cu, N, T, L, H, R, D,
-    BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    part, rows, S_in, S_out, cu, N, T, L, H, R, D, BD: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
 ):
     """Replace each segment's addition to the state (`part` [slots, H, D]) by the state that the segment starts from.
 
@@ -86,7 +85,7 @@ def carry_states(
     R = K if rows is None or len(rows.shape) == 3 else 1
     draft.launch(
         carry, cdiv(K * V, BD) * H * N,
-        part, rows, S_in, S_out, cu, N, T, L, H, R, K * V,
+        part=part, rows=rows, S_in=S_in, S_out=S_out, cu=cu, N=N, T=T, L=L, H=H, R=R, D=K * V,
         BD=BD, PACKED=cu is not None, REVERSE=reverse,
     )
 

@@ -105,8 +105,21 @@ def product(x, y, total=None):
         return tl.dot(x, y, total / size, input_precision="ieee") * size
 
 
-def strides(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
-    return [x if x is None else x.strides for x in tensors]
+@triton.jit
+def low(x, dtype: tl.constexpr):
+    """`operand` for a tile that may already have the product's precision."""
+    if x.dtype == dtype:
+        return x, 1.0
+    else:
+        return operand(x, dtype)
+
+
+@triton.jit
+def times(x, y, dtype: tl.constexpr):
+    """x y, after both are rounded to the product's precision."""
+    x, of_x = low(x, dtype)
+    y, of_y = low(y, dtype)
+    return tl.dot(x, y, input_precision="ieee") * (of_x * of_y)
 
 
 def patterns(*tensors: Spec | None) -> list[tuple[int, ...] | None]:
