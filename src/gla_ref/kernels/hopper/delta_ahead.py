@@ -338,8 +338,8 @@ def solved(shared: Shared, call, how: Setup) -> Callable:
         V, d_o = (o.shape[3], box(o, C.value, BV)) if o else (shared.V, None)
         draft.launch(
             walk, (V if o else W) // BV * H * slots(shared.B, T, shared.cu, L),
-            d_q if o else None, d_k, d_v, d_T, d_P if o else None, decays, d_o, o, S_in, S_out,
-            shared.cu, N, T, L, H, shared.G, shared.scale,
+            q=d_q if o else None, k=d_k, v=d_v, d_T=d_T, d_P=d_P if o else None, decays=decays, d_o=d_o, o=o,
+            S_in=S_in, S_out=S_out, cu=shared.cu, N=N, T=T, L=L, HV=H, G=shared.G, scale=shared.scale,
             K=K, V=V, W=W, BV=BV, STAGES=how.stages, GATED=g is not None, REGISTERS=24, num_warps=4,
             maxnreg=how.registers,
         )

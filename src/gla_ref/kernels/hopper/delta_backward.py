@@ -74,7 +74,7 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     least = LEAST if in_16_bits else 0.0
     launch_solve(solved, d_q, d_k, g, beta, d_Y, d_P, factors, SOLVE_REGISTERS, least, **KEPT_ROWS)
 
-    tokens = d_q, d_k, d_v, d_do, d_Y, d_P
+    tokens = {"q": d_q, "k": d_k, "v": d_v, "do": d_do, "d_Y": d_Y, "d_P": d_P}
     R_in = delta_gradient.gradient_of_state(draft, call.dS, scale)
     R_0 = draft.new("R_0", N, H, K, V) if S_in else None
     last = R_0

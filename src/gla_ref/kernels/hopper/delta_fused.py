@@ -428,7 +428,8 @@ def plan_forward(hardware: Hardware, call) -> Plan:
         draft.launch(
             fused, shared.H * shared.N,
             box(q, C.value, K), box(k, C.value, K), box(v, C.value, V), g, beta, *strides(g), *strides(beta),
-            box(o, C.value, V), o, shared.S_in, S_T, strong, shared.cu, shared.T, shared.H, shared.G, shared.scale, 0,
-            K=K, V=V, EXACT=exact, R_SOLVER=roles.of_solver, num_warps=V // 16, maxnreg=roles.at_entry,
+            d_o=box(o, C.value, V), o=o, S_in=shared.S_in, S_out=S_T, strong=strong, cu=shared.cu,
+            T=shared.T, HV=shared.H, G=shared.G, scale=shared.scale, zero=0, K=K, V=V, EXACT=exact,
+            R_SOLVER=roles.of_solver, num_warps=V // 16, maxnreg=roles.at_entry,
         )
     return draft.plan("hopper_fused", o, S_T)

@@ -468,16 +468,18 @@ def make_gradients(call: DeltaCall, x: Local, beta: Spec, need_dg: bool) -> Made
     draft, H = call.draft, call.H // call.G
     dq, dk = (draft.new(f"d{n}", *y.shape, dtype=y.dtype) for n, y in (("q", x.q), ("k", x.k)))
     made = Made(dq, dk, x.dv, draft.like("dg", x.g) if need_dg else None, draft.like("dbeta", beta))
-    tokens = (box(y, C.value, BLOCK.value) for y in (x.q, x.k, x.do, x.writes, x.dv))
-    states = (box(y.transposed(1, 2), BLOCK.value, BLOCK.value) for y in (x.states, x.dstates))
-    d_dq, d_dk = (box(y, C.value, BLOCK.value) for y in (dq, dk))
-    items = H * call.chunks
+    tokens = {"q": x.q, "k": x.k, "do": x.do, "w": x.writes, "dv": x.dv, "d_dq": dq, "d_dk": dk}
+    states = {"S": x.states, "R": x.dstates}
+    items, (s_gb, s_gt, s_gh) = H * call.chunks, strides(x.g)
     programs = min(items, draft.hardware.multiprocessors)
     others = 24 if call.G > 1 and call.cu is None else 40  # groups spill at G > 1, packed sequences' loader too
     draft.launch(
         gradients, programs,
-        *tokens, *states, x.g, *strides(x.g), call.factors, d_dq, d_dk, dq, dk, made.dg, made.dbeta, call.cu, call.N,
-        call.T, H, items, programs, call.scale, 1 / call.scale, 0, G=call.G, K=call.K, V=call.V,
+        **{name: box(y, C.value, BLOCK.value) for name, y in tokens.items()},
+        **{name: box(y.transposed(1, 2), BLOCK.value, BLOCK.value) for name, y in states.items()},
+        g=x.g, s_gb=s_gb, s_gt=s_gt, s_gh=s_gh, factors=call.factors, dq=dq, dk=dk, dg=made.dg, dbeta=made.dbeta,
+        cu=call.cu, N=call.N, T=call.T, H=H, n_items=items, n_programs=programs, scale=call.scale,
+        unscale=1 / call.scale, zero=0, G=call.G, K=call.K, V=call.V,
         R_GROUP=(504 - others) // 2, R_OTHER=others, num_warps=4, maxnreg=168,
     )
     return made

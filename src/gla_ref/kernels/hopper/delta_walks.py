@@ -458,19 +458,24 @@ class Walk(NamedTuple):
     rows: Spec | None = None
 
 
-def launch_walks(call: DeltaCall, tokens: tuple[Box, ...], forwards: Walk, backwards: Walk) -> None:
-    """Both walks over all segments; `tokens`: boxes of q, k, v, do, Y, P. Without results, their maps."""
+def launch_walks(call: DeltaCall, tokens: dict[str, Box], forwards: Walk, backwards: Walk) -> None:
+    """Both walks over all segments; `tokens`: the boxes q to d_P of `walks`. Without results, their maps."""
     W = call.V + call.K if call.L <= call.T else call.V
     heads, maps = call.H * call.segments, forwards.rows is None
     n, n_back = (W if maps else call.V) // BV.value * heads, call.V // BV.value * heads
 
-    def outputs(way: Walk) -> tuple:
-        if maps or call.kept == torch.float32:
-            return (*way, None, None)
-        return (*way, box(way.states.transposed(1, 2), BV.value, call.K), box(way.rows, C.value, BV.value))
+    def results(way: Walk, *names: str) -> dict:
+        """The arguments of `walks` for one way: its tensors, then boxes of the states and rows in 16 bits."""
+        d_states = d_rows = None
+        if not maps and call.kept != torch.float32:
+            d_states = box(way.states.transposed(1, 2), BV.value, call.K)
+            d_rows = box(way.rows, C.value, BV.value)
+        return dict(zip(names, (*way, d_states, d_rows), strict=True))
 
     call.draft.launch(
-        walks, n + n_back, *tokens, call.factors, *outputs(forwards), *outputs(backwards), call.cu, n, call.N, call.T,
-        call.L, call.H, call.G, call.scale, K=call.K, V=call.V, W=W, ROWS=call.factors.shape[2], REGISTERS=24,
-        num_warps=4, maxnreg=128,
+        walks, n + n_back, **tokens, factors=call.factors,
+        **results(forwards, "S_in", "S_out", "states", "writes", "d_states", "d_writes"),
+        **results(backwards, "R_in", "R_out", "dstates", "rows", "d_dstates", "d_rows"),
+        cu=call.cu, n_forwards=n, N=call.N, T=call.T, L=call.L, HV=call.H, G=call.G, scale=call.scale,
+        K=call.K, V=call.V, W=W, ROWS=call.factors.shape[2], REGISTERS=24, num_warps=4, maxnreg=128,
     )

@@ -621,11 +621,14 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     # tiles of 64 channels spill what fills registers, of 32 hardly; older assemblers read unset registers there
     # (lab/known.md)
     BK, BV = (32, shared.BV) if STAY else (64, 64)
+    s_q, s_k, s_v, s_do, s_g, s_d, s_dv = patterns(q, k, v, do, g, dq, dv)
     draft.launch(
         mend_gradient, cdiv(shared.chunks * shared.H, 16),
-        q, k, v, do, g, dq, dk, dv, dg, strong, shared.cu, *patterns(q, k, v, do, g, dq, dv),
-        shared.N, shared.T, shared.H, shared.K, shared.V, shared.scale, shared.chunks * shared.H,
-        LEVELS=shared.levels, BK=BK, BV=BV, BN=16, **shared.same, num_warps=4, num_stages=1,
+        q=q, k=k, v=v, do=do, g=g, dq=dq, dk=dk, dv=dv, dg=dg, strong=strong, cu=shared.cu,
+        s_q=s_q, s_k=s_k, s_v=s_v, s_do=s_do, s_g=s_g, s_d=s_d, s_dv=s_dv,
+        N=shared.N, T=shared.T, H=shared.H, K=shared.K, V=shared.V, scale=shared.scale,
+        n_flags=shared.chunks * shared.H, LEVELS=shared.levels, BK=BK, BV=BV, BN=16, **shared.same,
+        num_warps=4, num_stages=1,
     )
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, shared.scale)
     return draft.plan("hopper", dq, dk, dv, dg, None, dS0)

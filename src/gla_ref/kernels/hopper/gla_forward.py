@@ -413,11 +413,12 @@ class HopperCall(GlaCall):
         C, BK, BV, H, K, V, roles = self.C, self.BK, self.BV, self.H, self.K, self.V, ROLES[self.BK]
         self.draft.launch(
             walk, cdiv(V, BV) * H * slots(self.B, self.T, self.cu, L),
-            box(x.q, C, BK) if o else None, box(x.k, C, BK), box(v, C, BV), box(x.g, C, BK),
-            x.strong if o else None, box(o, C, BV) if o else None, o, S_in, S_out,
-            box(states, BK, BV) if states else None, decay, self.cu, self.N, self.T, L, H, K, V, self.scale,
-            C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier, WT=roles.transformer, REVERSE=reverse,
-            LIMIT=self.limit, REGISTERS=roles.of_transformer, num_warps=roles.multiplier, maxnreg=roles.registers,
+            q=box(x.q, C, BK) if o else None, k=box(x.k, C, BK), v=box(v, C, BV), g=box(x.g, C, BK),
+            strong=x.strong if o else None, o=box(o, C, BV) if o else None, p_o=o, S_in=S_in, S_out=S_out,
+            states=box(states, BK, BV) if states else None, decay=decay, cu=self.cu, N=self.N, T=self.T, L=L, H=H,
+            K=K, V=V, scale=self.scale, C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier,
+            WT=roles.transformer, REVERSE=reverse, LIMIT=self.limit, REGISTERS=roles.of_transformer,
+            num_warps=roles.multiplier, maxnreg=roles.registers,
         )
 
 
@@ -441,10 +442,12 @@ def plan_forward(hardware: Hardware, call) -> Plan:
         draft.because(why)
         draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
         o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.B, shared.H, K, V)
-        roles, boxes = ROLES[shared.BK], (box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V))
+        roles = ROLES[shared.BK]
         draft.launch(
-            walk_of_page, shared.B * shared.H, *boxes, S_T, strong, shared.T, shared.H, shared.scale,
-            K=K, V=V, STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
+            walk_of_page, shared.B * shared.H,
+            q=box(q, C, K), k=box(k, C, K), v=box(v, C, V), g=box(g, C, K), o=box(o, C, V), S_last=S_T, strong=strong,
+            T=shared.T, H=shared.H, scale=shared.scale, K=K, V=V,
+            STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
         )
     else:
         x, S_in = Readers(q, k, g=g, strong=strong), draft.contiguous(S, torch.float32)

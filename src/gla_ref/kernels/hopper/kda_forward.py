@@ -26,6 +26,7 @@ Shared memory: 201 KiB, three stages. Limits: tokens in bfloat16, K and V of 64 
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -201,6 +202,8 @@ L2 = 6.5e6  # bytes per microsecond for the programs of all multiprocessors toge
 CARRY, LAUNCHES = 8.0, 8.0  # microseconds of `carry_maps` per segment, and of two more launches: estimates
 ROW = gl.NVMMASharedLayout(0, 32, 4)  # of numbers in float32, in their order
 
+Prepared = namedtuple("Prepared", "q k d_W d_U d_P through")  # boxes of q^, k~, W, U, P, e^(b_C), as walks take them
+
 
 def duration(hardware: Hardware, K: int, V: int, heads: int, chunks: int, length: int) -> float:
     """Microseconds of all walks over `heads` sequences of `chunks` chunks in segments of `length`, by a model."""
@@ -227,42 +230,43 @@ def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: st
 def prepared(
     shared: delta_chunk.Shared, q: Spec, k: Spec, v: Spec, g: Spec, beta: Spec,
     inverses: Spec | None = None, LEAST: float = 0.0,
-) -> tuple[Box, ...]:
-    """What `prepare` makes of all chunks, as boxes of a walk: q^, k~, W, U, P, e^(b_C). `inverses` get T."""
+) -> Prepared:
+    """Launch `prepare` and `mend` of all chunks; `inverses` get T."""
     draft, K, V, n = shared.draft, shared.K, shared.V, shared.slots
     q_hat, k_til, W = (draft.new(name, n, C.value, 1, K, dtype=q.dtype) for name in ("q_hat", "k_til", "W"))
     U, P = draft.new("U", n, C.value, 1, V, dtype=q.dtype), draft.new("P", n, C.value, 1, C.value, dtype=q.dtype)
     through, strong = draft.new("through", n, 1, 1, K), draft.new("strong", n, dtype=torch.int32)
-    d_T = None if inverses is None else box(inverses, C.value, C.value)
+    halves = {"q": q, "k": k, "v": v, "g": g, "k_til": k_til, "d_W": W, "d_U": U, "d_P": P, "d_T": inverses}
+    s_bb, s_bt, s_bh = beta.strides
     launch_prepare(
-        draft, tuple(box(x, C.value, 64) for x in (q, k, v, g)), beta, box(q_hat, C.value, 64),
-        (*(box(x, C.value, 64) for x in (k_til, W, U, P)), d_T), through, strong, shared.cu,
+        draft, box(q_hat, C.value, 64), through, strong,
+        **{name: box(x, C.value, 64) if x else None for name, x in halves.items()},
+        beta=beta, s_bb=s_bb, s_bt=s_bt, s_bh=s_bh, cu=shared.cu,
         N=shared.N, T=shared.T, HV=shared.H, G=shared.G, K=K, V=V, LEAST=LEAST,
     )
     return boxes_of(q_hat, k_til, W, U, P, through)
 
 
-def boxes_of(q_hat: Spec, k_til: Spec, W: Spec, U: Spec, P: Spec, through: Spec) -> tuple[Box, ...]:
+def boxes_of(q_hat: Spec, k_til: Spec, W: Spec, U: Spec, P: Spec, through: Spec) -> Prepared:
     """What `prepare` makes, as boxes of a walk."""
     K = W.shape[3]
     widths = (q_hat, K), (k_til, K), (W, K), (U, BV.value), (P, C.value)
-    return *(box(x, C.value, width) for x, width in widths), boxed(through, 1, K)._replace(layout=ROW)
+    return Prepared(*(box(x, C.value, width) for x, width in widths), boxed(through, 1, K)._replace(layout=ROW))
 
 
-def launcher(shared: delta_chunk.Shared, boxes: tuple[Box, ...]) -> Callable:
+def launcher(shared: delta_chunk.Shared, boxes: Prepared) -> Callable:
     """`launch_walk` of delta_ahead.py's `launch_walks` and `launch_maps`, from the boxes of `prepared`."""
-    d_q, d_k, d_W, d_U, d_P, d_through = boxes
-    H, N, T, cu = shared.H, shared.N, shared.T, shared.cu
 
     def launch_walk(
-        L: int, columns: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None, d_U: Box = d_U
+        L: int, columns: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None, d_U: Box = boxes.d_U
     ) -> None:
         """`walk` over segments of L tokens, whose states have so many columns; without o, their maps."""
         V, d_o = (o.shape[3], box(o, C.value, BV.value)) if o else (shared.V, None)
+        read = boxes._replace(d_U=d_U) if o else boxes._replace(q=None, d_P=None)
         shared.draft.launch(
-            walk, (V if o else columns) // BV.value * H * slots(shared.B, T, cu, L),
-            d_q if o else None, d_k, d_W, d_U, d_P if o else None, d_through, d_o,
-            o, S_in, S_out, cu, N, T, L, H, shared.scale,
+            walk, (V if o else columns) // BV.value * shared.H * slots(shared.B, shared.T, shared.cu, L),
+            **read._asdict(), d_o=d_o, o=o, S_in=S_in, S_out=S_out,
+            cu=shared.cu, N=shared.N, T=shared.T, L=L, HV=shared.H, scale=shared.scale,
             K=shared.K, V=V, W=columns, REGISTERS=24, num_warps=4, maxnreg=REGISTERS,
         )
 

@@ -488,23 +488,25 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     w, e = (draft.new(name, n, c, 1, V, dtype=low) for name in "we")
     states, dstates = (draft.new(name, n, K, 1, V, dtype=low) for name in ("states", "dstates"))
     R_0 = draft.new("R_0", N, H, K, V) if call.initial_state else None
-    programs = V // BV.value * H * N
+    R_in, programs = gradient_of_state(draft, call.dS, scale), V // BV.value * H * N
     draft.launch(
-        walks, 2 * programs, *made, box(do, c, BV.value),
-        shared.S_in, box(states, K, BV.value), box(w, c, BV.value),
-        gradient_of_state(draft, call.dS, scale), R_0, box(dstates, K, BV.value), box(e, c, BV.value),
-        cu, programs, N, T, T + 1, H, K=K, V=V, REGISTERS=24, num_warps=4, maxnreg=128,
+        walks, 2 * programs, **made._asdict(), do=box(do, c, BV.value),
+        S_in=shared.S_in, d_states=box(states, K, BV.value), d_w=box(w, c, BV.value),
+        R_in=R_in, R_out=R_0, d_dstates=box(dstates, K, BV.value), d_e=box(e, c, BV.value),
+        cu=cu, n_forwards=programs, N=N, T=T, L=T + 1, HV=H, K=K, V=V, REGISTERS=24, num_warps=4, maxnreg=128,
     )
     dq, dk = (draft.new(f"d{name}", *v.shape[:3], K, dtype=low) for name in "qk")
     dv, dbeta, dg = draft.new("dv", *v.shape, dtype=low), draft.like("dbeta", beta), None
     if call.need_dg:
         dg = draft.new("dg", *g.shape, dtype=g.dtype)
     is_mild, strong = draft.new("is_mild", n, 4, K, dtype=torch.int8), draft.new("strong_too", n, dtype=torch.int32)
-    width = BK.value
+    (s_bb, s_bt, s_bh), width = beta.strides, BK.value
     draft.launch(
-        gradients, n, *(box(x, c, width) for x in (q, k, g)), *(box(x, c, 64) for x in (do, w, e, Ts)),
-        box(states, width, 64), box(dstates, width, 64), beta, *beta.strides, box(dq, c, width), box(dk, c, width),
-        box(dv, c, 64), dq, dk, dv, dg, dbeta, is_mild, strong, cu, N, T, H, shared.G, scale, 0,
+        gradients, n, q=box(q, c, width), k=box(k, c, width), g=box(g, c, width), do=box(do, c, 64),
+        d_w=box(w, c, 64), d_e=box(e, c, 64), d_T=box(Ts, c, 64), d_S=box(states, width, 64),
+        d_R=box(dstates, width, 64), beta=beta, s_bb=s_bb, s_bt=s_bt, s_bh=s_bh, d_dq=box(dq, c, width),
+        d_dk=box(dk, c, width), d_dv=box(dv, c, 64), dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, is_mild=is_mild,
+        strong=strong, cu=cu, N=N, T=T, HV=H, G=shared.G, scale=scale, zero=0,
         K=K, V=V, num_warps=4, maxnreg=REGISTERS,
     )
     launch_mend(draft, q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, N, shared.G, scale)

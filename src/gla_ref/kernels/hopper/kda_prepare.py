@@ -398,18 +398,9 @@ def mend(
 # The plan.
 
 
-def launch_prepare(
-    draft: Draft, tokens: tuple[Box, ...], beta: Spec, q_hat: Box, made: tuple[Box | None, ...], through: Spec,
-    strong: Spec, cu: Spec | None, **sizes: float,
-) -> None:
-    """`prepare` of all chunks, and `mend`; tokens are q, k, v, g, made k~, W, U, P, and T or None."""
-    n = strong.shape[0]
-    draft.launch(
-        prepare, n, *tokens, beta, *beta.strides, q_hat, *made, through, strong, cu,
-        **sizes, num_warps=4, maxnreg=REGISTERS,
-    )
+def launch_prepare(draft: Draft, q_hat: Box, through: Spec, strong: Spec, **same) -> None:
+    """`prepare` of all chunks, then `mend` of those that it flags; `same`: the arguments that both take, by name."""
+    n, same = strong.shape[0], same | {"strong": strong, "num_warps": 4, "maxnreg": REGISTERS}
+    draft.launch(prepare, n, q_hat=q_hat, through=through, **same)
     n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))  # one round of them, if possible
-    draft.launch(
-        mend, n_programs, *tokens, beta, *beta.strides, *made, strong, cu, n, n_programs,
-        **sizes, num_warps=4, maxnreg=REGISTERS,
-    )
+    draft.launch(mend, n_programs, n_flags=n, n_programs=n_programs, **same)
