@@ -34,6 +34,7 @@ delta_fused.py's.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -58,14 +59,8 @@ SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))
 ROWS = gl.constexpr(3)
 
 
-class Tiles(NamedTuple):
-    """The tensors that the copy engine brings, as boxes; or their tiles in shared memory. No q and P without o."""
-
-    q: object
-    k: object
-    v: object
-    T: object
-    P: object
+# the tensors that the copy engine brings, as boxes; or their tiles in shared memory. No q and P without o
+Tiles = namedtuple("Tiles", "q k v T P")
 
 
 class Barriers(NamedTuple):
@@ -122,11 +117,10 @@ def walker(
         b_k, b_v = tiles.k.index(s).reshape([C, K]), tiles.v.index(s).reshape([C, BV])
         b_T = tiles.T.index(s).reshape([C, C])
         mbarrier.wait(bars.ready.index(s), (c // STAGES) & 1)
-        if PACKED:
-            if end - o_t < C:  # the rest is another sequence's
-                keep_rows(b_k, end - o_t, of_k)
-                keep_rows(b_v, end - o_t, of_S)
-                fence_async_shared()
+        if PACKED and end - o_t < C:  # the rest is another sequence's
+            keep_rows(b_k, end - o_t, of_k)
+            keep_rows(b_v, end - o_t, of_S)
+            fence_async_shared()
         x = read(b_k, t_S, of_S)
         if o is not None:
             b_o = read(tiles.q.index(s).reshape([C, K]), t_S, of_S)

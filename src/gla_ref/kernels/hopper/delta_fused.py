@@ -34,9 +34,6 @@ products are multiplied by them. A row is a column of V, or of T and P a token: 
 q, k and v with zeros, and the walker waits for `solved` before it reads them. Gates and strengths of these rows are
 zeros.
 
-*Proxies.* WGMMA and the copy engine see what threads wrote only after these threads' fence, so a fence follows every
-store that they read or overwrite, and every load that a copy overwrites.
-
 *Shared memory* at K = V = 128, 175 KiB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
 moves 2 C (2 K + 2 V) = 64 KiB for 2 C (2 C K + 3 K V + 2 C V) = 10.5 MFLOP and 0.4 MFLOP for the inverse.
 
@@ -192,14 +189,13 @@ def solver(
         s, parity = c % STAGES, (c // STAGES) & 1
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
         mbarrier.wait(bars.keys.index(s), parity)
-        if PACKED:
-            left = end - begin - c * C
-            if left < C:  # the rest is another sequence's
-                mbarrier.wait(bars.ready.index(s), parity)
-                keep_rows(b_q, left, of_k)
-                keep_rows(b_k, left, of_k)
-                keep_rows(tiles.v.index(s).reshape([C, V]), left, of_v)
-                fence_async_shared()
+        left = end - begin - c * C
+        if PACKED and left < C:  # the rest is another sequence's
+            mbarrier.wait(bars.ready.index(s), parity)
+            keep_rows(b_q, left, of_k)
+            keep_rows(b_k, left, of_k)
+            keep_rows(tiles.v.index(s).reshape([C, V]), left, of_v)
+            fence_async_shared()
         none = gl.zeros([C, C], gl.float32, wide)
         N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(bars.gated.index(s), parity)
@@ -370,11 +366,8 @@ def fused(
         exponents: gl.constexpr = None
     scratch = allocate_scratch()
     bars = Barriers(
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 1),
+        keys=new_barriers(STAGES, 1), ready=new_barriers(STAGES, 1), gated=new_barriers(STAGES, 1),
+        solved=new_barriers(STAGES, 1), done=new_barriers(STAGES, 1),
     )
     fence_async_shared()
 

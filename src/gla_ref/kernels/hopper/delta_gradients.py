@@ -54,6 +54,7 @@ Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in 
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -90,19 +91,11 @@ class Tiles(NamedTuple):
     pairs: object  # [2 * 2, 4, C]: turn, group; sums of columns over a warp's rows
 
 
-class Barriers(NamedTuple):
-    """As in the docstring above."""
-
-    rows_ready: object
-    states_ready: object
-    keys_ready: object
-    factors_ready: object
-    both_ready: object
-    states_done: object
-    rows_done: object
-    sums_done: object
-    keys_done: object
-    results_ready: object
+Barriers = namedtuple(  # as in the docstring above
+    "Barriers",
+    "rows_ready states_ready keys_ready factors_ready both_ready "
+    "states_done rows_done sums_done keys_done results_ready",
+)
 
 
 class Work(NamedTuple):

@@ -54,6 +54,7 @@ takes it from Triton 3.9 on, by which it is faster (FASTER in __init__.py), befo
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -84,26 +85,10 @@ from .ring import invalidate, new_barriers
 from .tiles import LOG2E, add, behind, box, gate_sums, keep_rows, scaled, store_box, store_rows
 from .tiles import which_segment as which_segment_of_warps
 
-
-class Tiles(NamedTuple):
-    """The tensors that the copy engine brings, as boxes; or their tiles in shared memory, two of q, k and g."""
-
-    q: object
-    k: object
-    g: object
-    v: object
-    do: object
-    S: object
-
-
-class Sides(NamedTuple):
-    """Small tiles by which transformer and multiplier tell each other about a chunk."""
-
-    factors: object
-    flags: object
-    net: object
-    later: object
-    kept: object
+# the tensors that the copy engine brings, as boxes; or their tiles in shared memory, two of q, k and g
+Tiles = namedtuple("Tiles", "q k g v do S")
+# tiles by which transformer and multiplier tell each other about a chunk
+Sides = namedtuple("Sides", "factors flags net later kept")
 
 
 class Barriers(NamedTuple):
@@ -178,13 +163,12 @@ def transform(
     b_q = tiles.q.index(s).reshape([C, BK])
     b_k = tiles.k.index(s).reshape([C, BK])
     b_g = tiles.g.index(s).reshape([C, BK])
-    if PACKED:
-        left = end - begin - (n - 1 - i) * C
-        if left < C:
-            keep_rows(b_q, left, tile)
-            keep_rows(b_k, left, tile)
-            keep_rows(b_g, left, tile)
-            fence_async_shared()
+    left = end - begin - (n - 1 - i) * C
+    if PACKED and left < C:  # the rest is another sequence's
+        keep_rows(b_q, left, tile)
+        keep_rows(b_k, left, tile)
+        keep_rows(b_g, left, tile)
+        fence_async_shared()
     x, r = gate_sums(b_g, signs, halves, tile, W)
     mild = gl.min(r, 0) >= LIMIT * 0.5
     if mild:
@@ -250,14 +234,11 @@ def finish(
     if dg is not None:
         b_g.store(b_d)
     o_t = begin + (n - 1 - i) * C
-    if PACKED:
-        if end - o_t < C:  # behind the last row there is the next sequence
-            tile_rows(dq, b_q, i_h, o_t, end, H, K, tile)
-            tile_rows(dk, b_k, i_h, o_t, end, H, K, tile)
-            if dg is not None:
-                tile_rows(dg, b_g, i_h, o_t, end, H, K, tile)
-        else:
-            copy_gradients(d_dq, d_dk, d_dg, tiles.q.index(s), tiles.k.index(s), tiles.g.index(s), 0, i_h, o_t)
+    if PACKED and end - o_t < C:  # after the last row there is the next sequence
+        tile_rows(dq, b_q, i_h, o_t, end, H, K, tile)
+        tile_rows(dk, b_k, i_h, o_t, end, H, K, tile)
+        if dg is not None:
+            tile_rows(dg, b_g, i_h, o_t, end, H, K, tile)
     else:
         copy_gradients(d_dq, d_dk, d_dg, tiles.q.index(s), tiles.k.index(s), tiles.g.index(s), i_b, i_h, o_t)
     mbarrier.arrive(bars.free_x.index(s), count=1)
@@ -341,11 +322,10 @@ def multiplier(
         # (1), dP and v R'^T
         mbarrier.wait(bars.has_v, odd)
         mbarrier.wait(bars.has_do, odd)
-        if PACKED:
-            if end - o_t < C:
-                keep_rows(b_v, end - o_t, of_v)
-                keep_rows(b_do, end - o_t, of_v)
-                fence_async_shared()
+        if PACKED and end - o_t < C:
+            keep_rows(b_v, end - o_t, of_v)
+            keep_rows(b_do, end - o_t, of_v)
+            fence_async_shared()
         dP = warpgroup_mma(
             b_do, b_v.permute((1, 0)), gl.zeros([C, C], gl.float32, of_P), use_acc=False, is_async=True
         )

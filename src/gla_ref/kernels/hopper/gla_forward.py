@@ -138,14 +138,13 @@ def transformer(
         b_k = stages.k.index(s).reshape([C, BK])
         b_g = stages.g.index(0 if WIDE else s).reshape([C, BK])
         remaining = end - begin - chunk_of(i, n, REVERSE) * C  # rows
-        if PACKED:
-            if remaining < C:
-                keep_rows(b_k, remaining, of_x)
-                keep_rows(stages.v.index(s).reshape([C, BV]), remaining, of_v)
-                keep_rows(b_g, remaining, of_x)
-                if FLOAT16 and q is not None:  # the largest pair scales all pairs of the chunk
-                    keep_rows(stages.q.index(s).reshape([C, BK]), remaining, of_x)
-                fence_async_shared()
+        if PACKED and remaining < C:  # the rest is another sequence's
+            keep_rows(b_k, remaining, of_x)
+            keep_rows(stages.v.index(s).reshape([C, BV]), remaining, of_v)
+            keep_rows(b_g, remaining, of_x)
+            if FLOAT16 and q is not None:  # the largest pair scales all pairs of the chunk
+                keep_rows(stages.q.index(s).reshape([C, BK]), remaining, of_x)
+            fence_async_shared()
         zeros, zeros_r = gl.zeros([C, BK], gl.float32, of_x), gl.zeros([BK, 16], gl.float32, of_r)
         if WIDE:  # `gate_sums` in two bf16 parts, one after the other through the same tile
             gates = b_g.load(of_x)  # [C, BK]

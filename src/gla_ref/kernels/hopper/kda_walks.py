@@ -66,10 +66,9 @@ def back_walker(made, tiles, bars, part, K: gl.constexpr, V: gl.constexpr, PACKE
         b_do, b_P = tiles.U.index(s).reshape([C, BV]), tiles.P.index(s).reshape([C, C])
         low = R.to(dtype)
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
-        if PACKED:
-            if part.end - o_t < C:  # the rest is another sequence's
-                keep_rows(b_do, part.end - o_t, narrow)
-                fence_async_shared()
+        if PACKED and part.end - o_t < C:  # the rest is another sequence's
+            keep_rows(b_do, part.end - o_t, narrow)
+            fence_async_shared()
         x = warpgroup_mma(gl.convert_layout(low, left), b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         x = warpgroup_mma(b_do.permute((1, 0)), b_P, x, is_async=True)  # d^T
         keep_state(made.d_states, tiles.state, low, i_t, part.o_v)
