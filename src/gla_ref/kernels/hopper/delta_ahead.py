@@ -20,7 +20,7 @@ of 64 columns and three stages takes 112 KiB, and two of them share a multiproce
 model says that segments are faster.
 
 Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tiles of q and k, the walker in its
-tiles of k and v. Proxies: delta_fused.py. The decays (float32) go from memory to the walker's registers a chunk before
+tiles of k and v. The decays (float32) go from memory to the walker's registers a chunk before
 it needs them.
 
 Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; each program of `walk` reads
@@ -219,7 +219,7 @@ class Setup(NamedTuple):
 WIDE, NARROW = Setup(64, 3, 128, 168, 1.75), Setup(32, 4, 128, 168, 1.2)
 L2 = 4.4e6  # bytes per microsecond for the programs of all multiprocessors together
 CARRY, LAUNCHES = 6.0, 10.0  # microseconds of `carry_maps` per segment, and of two more launches: estimates
-LEAST = 8  # chunks of a segment
+SHORTEST = 8  # chunks of a segment
 SOLVE = 2.0  # microseconds of a chunk of `solve` per multiprocessor
 
 
@@ -252,7 +252,7 @@ def lengths_of_segments(hardware: Hardware, chunks: int, path: str | None) -> li
     """
     if path == "fused":
         return [chunks]
-    lengths = [cdiv(chunks, n) for n in range(1, min(chunks // LEAST, hardware.multiprocessors) + 1)] or [chunks]
+    lengths = [cdiv(chunks, n) for n in range(1, min(chunks // SHORTEST, hardware.multiprocessors) + 1)] or [chunks]
     return lengths[1:] or [cdiv(chunks, 3)] if path == "segmented" else lengths
 
 

@@ -36,7 +36,7 @@ belongs to a stage lies in stage i % 2.
 transformer makes `hat` of round i + 1, then finishes round i. Each waits only for what comes earlier in these orders.
 tests/test_kernels_hopper.py plays this file on a CPU, in any order of steps that the barriers allow.
 
-*Proxies* as in gla_forward.py. Beyond that a product has read its operands when it has been waited for, but only for
+*Products.* A product has read its operands when it has been waited for, but only for
 the warps that waited: `barrier` stands between that and a store into its operands' memory.
 
 *Strong chunks.* `unwind` leaves out their pairs, i = j too, and `mend_gradient` adds them, level by level, to all four.
@@ -479,7 +479,7 @@ def unwind(
         [WT, 1],
         [REGISTERS, 24],
     )
-    # all roles are done: until here the barriers' bytes are theirs (gla_forward.py)
+    # all roles are done: until here the barriers' bytes are theirs (ring.py)
     invalidate((has_x, hat, free_x, singles))
     if dg is not None:
         invalidate((has_later, free_R))

@@ -23,25 +23,12 @@ those of `chunk_decays` in portable/gla_forward.py, but a strong chunk has the s
 multiplier leaves out the chunk's pairs, the transformer sets a flag, and `mend` of the portable file adds the pairs.
 
 The roles meet at barriers in shared memory (`Barriers`), three for each of STAGES stages. In the order of ring.py, with
-chunks for rounds, they are `ready`, `hat`, `empty`.
-
-*Arrivals.* One thread arrives for its role. Before that the compiler lets all warps of the role meet (`bar.sync`), and
-`make compile` checks that it does.
+chunks for rounds, they are `ready`, `hat`, `empty`. What ring.py says of arrivals, bytes, fences and products holds in
+all Hopper kernels.
 
 Gates in float32 are twice as large, and have one tile instead of one a stage. Its barrier `taken` (transformer ->
 loader), after `ready` in the order above, has one stage: before it asks for the gates of chunk i the loader waits for
 phase i - 1, of parity (i & 1) ^ 1. It does so last, when the chunk's other tiles are on their way.
-
-*Barriers own their bytes.* Between `init` and `invalidate` the hardware may write a barrier's state to its bytes at any
-time, while Gluon gives bytes away after the last use that it sees in the program. A barrier that no role waits for
-would be free at once, and its bytes would become somebody's addresses. So a variant makes only the barriers that its
-roles use, and invalidates them after the roles.
-
-*Proxies.* The copy engine and WGMMA see what threads have written to shared memory only after a fence of these threads.
-So a fence follows every store into a tile that they read, or write over, before the barrier.
-
-*Products.* With is_async a product runs while threads go on; warpgroup_mma_wait(n, [x]) waits until x is there and at
-most n products run.
 
 Limits: 16-bit tokens, all rows of a multiple of 16 bytes, K <= 128, V <= 512.
 """
@@ -376,7 +363,7 @@ def walk(
         [WT, 1],
         [REGISTERS, 24],
     )
-    # all roles are done: until here the barriers' bytes are theirs
+    # all roles are done: until here the barriers' bytes are theirs (ring.py)
     invalidate((empty, ready, hat))
     if g.dtype == gl.float32:
         invalidate_stages(taken)
