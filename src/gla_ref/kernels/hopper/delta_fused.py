@@ -34,7 +34,7 @@ products are multiplied by them. A row is a column of V, or of T and P a token: 
 q, k and v with zeros, and the walker waits for `solved` before it reads them. Gates and strengths of these rows are
 zeros.
 
-*Shared memory* at K = V = 128, 175 KiB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
+*Shared memory* at K = V = 128, 174 KiB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
 moves 2 C (2 K + 2 V) = 64 KiB for 2 C (2 C K + 3 K V + 2 C V) = 10.5 MFLOP and 0.4 MFLOP for the inverse.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel where there are too many heads
@@ -227,21 +227,10 @@ def solver(
 
 
 @gluon.jit
-def send(d_o, x, t_u, done, i_b, i_h, o_t):
-    """o^T [V, C] of a whole chunk, by way of t_u."""
-    V: gl.constexpr = t_u.shape[3]
-    tma.store_wait(0)  # the last o has been read
-    t_u.reshape([C, V]).permute((1, 0)).store(x)
-    fence_async_shared()
-    mbarrier.arrive(done, count=1)  # after a fence: threads have read v
-    copy_out(d_o, [i_b, i_h, o_t, 0], t_u)
-
-
-@gluon.jit
 def store_turned(
     o, d_o, x, t_u, done, i_b, i_h, o_t, end, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
 ):
-    """o^T [V, C] to rows o_t ..., up to row `end`."""
+    """o^T [V, C] to rows o_t ..., up to row `end`: a whole chunk by the copy engine, by way of t_u."""
     if PACKED and end - o_t < C:
         rows = gl.arange(0, V, layout=gl.SliceLayout(1, layout))[:, None]
         columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :]
@@ -250,7 +239,11 @@ def store_turned(
         fence_async_shared()
         mbarrier.arrive(done, count=1)
     else:
-        send(d_o, x, t_u, done, i_b, i_h, o_t)
+        tma.store_wait(0)  # the last o has been read
+        t_u.reshape([C, V]).permute((1, 0)).store(x)
+        fence_async_shared()
+        mbarrier.arrive(done, count=1)  # after a fence: threads have read v
+        copy_out(d_o, [i_b, i_h, o_t, 0], t_u)
 
 
 @gluon.jit

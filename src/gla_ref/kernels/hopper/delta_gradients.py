@@ -49,7 +49,7 @@ head's last turn has. The next phase of the first needs that F or G, the next of
 with zeros and then gives `factors_ready`; it stores such a chunk's dq and dk itself. *K of 64*: the copy engine reads
 zeros beyond them, so the second group then makes F and zeros.
 
-Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in and out. Shared memory: 223 KiB.
+Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in and out. Shared memory: 218 KiB.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from ..portable.delta_gradient import Made
 from .delta_chunk import C, barrier, load_tokens, row_column, strides
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
-from .tiles import add, behind, box, keep_rows, store_own_rows, which_segment
+from .tiles import add, box, exclusive, keep_rows, store_own_rows, which_segment
 
 BLOCK = gl.constexpr(64)  # rows and columns of a tile
 ROWS = gl.constexpr(FACTORS)  # of `factors`
@@ -253,7 +253,7 @@ def finisher(tiles, bars, g, s_g, factors, dg, dbeta, work, scale, G: gl.constex
                 # (7) of each row: sums of the terms that count, never a total less others
                 total = gl.associative_scan(reads, 0, add, reverse=True)
                 total = total - gl.associative_scan(crossed, 0, add, reverse=True)
-                before, _ = gl.associative_scan((gl.zeros_like(writes), writes), 0, behind)
+                before, _ = gl.associative_scan((gl.zeros_like(writes), writes), 0, exclusive)
                 total = (total + before + gl.sum(kept, 0) * through) * scale
                 total = gl.where(b_g == float("-inf"), 0.0, total)  # nothing crosses it
                 gl.store(dg + p_d, total.to(dg.dtype.element_ty), mask=o_t + o_c < stop)

@@ -82,7 +82,7 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .ring import invalidate, new_barriers
-from .tiles import LOG2E, add, behind, box, gate_sums, keep_rows, scaled, store_box, store_rows
+from .tiles import LOG2E, add, box, exclusive, gate_sums, keep_rows, scaled, store_box, store_rows
 from .tiles import which_segment as which_segment_of_warps
 
 # the tensors that the copy engine brings, as boxes; or their tiles in shared memory, two of q, k and g
@@ -136,7 +136,7 @@ def loader(boxes, tiles, bars, i_b, i_h, i_0, begin, n, C: gl.constexpr):
 
 @gluon.jit
 def transformer(
-    outs, tiles, sides, bars, signs, halves, outputs, strong, i_b, i_h, i_0, begin, end, n, H, K, scale,
+    boxes, tiles, sides, bars, signs, halves, gradients, strong, i_b, i_h, i_0, begin, end, n, H, K, scale,
     C: gl.constexpr, BK: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """`transform` of each round, a round ahead of `finish`."""
@@ -145,7 +145,8 @@ def transformer(
             transform(tiles, sides, bars, signs, halves, strong, i, i_h, i_0, begin, end, n, H, C, BK, LIMIT, PACKED, W)
         if i > 0:
             finish(
-                outs, tiles, sides, bars, signs, outputs, i - 1, i_b, i_h, begin, end, n, H, K, scale, C, BK, PACKED, W,
+                boxes, tiles, sides, bars, signs, gradients, i - 1, i_b, i_h, begin, end, n, H, K, scale,
+                C, BK, PACKED, W,
             )
 
 
@@ -201,12 +202,12 @@ def transform(
 
 @gluon.jit
 def finish(
-    outs, tiles, sides, bars, signs, outputs, i, i_b, i_h, begin, end, n, H, K, scale,
+    boxes, tiles, sides, bars, signs, gradients, i, i_b, i_h, begin, end, n, H, K, scale,
     C: gl.constexpr, BK: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """dq, dk of dq', dk', which lie in the place of q', k'; dg, into the place of g."""
-    d_dq, d_dk, d_dg = outs
-    dq, dk, dg = outputs
+    d_dq, d_dk, d_dg = boxes
+    dq, dk, dg = gradients
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
     columns: gl.constexpr = gl.BlockedLayout([C, 1], [1, 32], [1, W], [0, 1])  # a thread has a channel
     s = i % 2
@@ -217,7 +218,7 @@ def finish(
         mbarrier.wait(bars.has_later.index(0), i & 1)
         b_later = sides.later.load(columns)
         # of the rows before, and not of all less this one: what decays strongly is far smaller than the rest
-        total, _ = gl.associative_scan((gl.zeros_like(b_later), b_later), 0, behind)
+        total, _ = gl.associative_scan((gl.zeros_like(b_later), b_later), 0, exclusive)
         mbarrier.arrive(bars.free_R.index(0), count=1)
     mbarrier.wait(bars.has_net, i & 1)
     if dg is not None:
@@ -240,20 +241,14 @@ def finish(
         if dg is not None:
             tile_rows(dg, b_g, i_h, o_t, end, H, K, tile)
     else:
-        copy_gradients(d_dq, d_dk, d_dg, tiles.q.index(s), tiles.k.index(s), tiles.g.index(s), i_b, i_h, o_t)
+        fence_async_shared()
+        barrier()  # all threads' stores are fenced
+        copy_out(d_dq, [i_b, i_h, o_t, 0], tiles.q.index(s))
+        copy_out(d_dk, [i_b, i_h, o_t, 0], tiles.k.index(s))
+        if dg is not None:
+            copy_out(d_dg, [i_b, i_h, o_t, 0], tiles.g.index(s))
+        tma.store_wait(0)  # the copy engine has read them
     mbarrier.arrive(bars.free_x.index(s), count=1)
-
-
-@gluon.jit
-def copy_gradients(d_dq, d_dk, d_dg, t_q, t_k, t_g, i_b, i_h, o_t):
-    """dq, dk, dg by the copy engine, which leaves out what lies beyond the tensors; until it has read them."""
-    fence_async_shared()
-    barrier()  # all threads' stores are fenced
-    copy_out(d_dq, [i_b, i_h, o_t, 0], t_q)
-    copy_out(d_dk, [i_b, i_h, o_t, 0], t_k)
-    if d_dg is not None:
-        copy_out(d_dg, [i_b, i_h, o_t, 0], t_g)
-    tma.store_wait(0)
 
 
 @gluon.jit

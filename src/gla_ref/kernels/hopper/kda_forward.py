@@ -21,7 +21,7 @@ from which products take their first operands; only o passes through shared memo
 maps of segments (`walk` without q, P and o) are those of delta_ahead.py.
 
 Bytes per chunk and value head at K = V = 128: each program of `walk` reads 64 KiB and writes 8, for maps it reads 40.
-Shared memory: 201 KiB, three stages. Limits: tokens in bfloat16, K and V of 64 or 128.
+Shared memory: 202 KiB, three stages. Limits: tokens in bfloat16, K and V of 64 or 128.
 """
 
 from __future__ import annotations
@@ -74,15 +74,12 @@ def loader(boxes, tiles, bars, part):
     """Bring each chunk; columns beyond U come as zeros."""
     of_k: gl.constexpr = boxes.k.block_type.nbytes  # bytes of a tile; q and W have as many
     of_U: gl.constexpr = boxes.U.block_type.nbytes + boxes.through.block_type.nbytes
-    of_P: gl.constexpr = boxes.P.block_type.nbytes if boxes.q is not None else 0
+    of_o: gl.constexpr = of_k + boxes.P.block_type.nbytes if boxes.q is not None else 0  # q and P
     for i in range(part.n):
         s, i_t = i % STAGES, (part.i_c + i) * part.HV + part.i_h
         mbarrier.wait(bars.done.index(s), ((i // STAGES) & 1) ^ 1)
         bar = bars.ready.index(s)  # completes when so many bytes are there
-        if boxes.q is not None:
-            mbarrier.expect(bar, 3 * of_k + of_U + of_P)
-        else:
-            mbarrier.expect(bar, 2 * of_k + of_U)
+        mbarrier.expect(bar, 2 * of_k + of_U + of_o)
         copy_in(boxes.W, [i_t, 0, 0, 0], bar, tiles.W.index(s))
         if boxes.q is not None:
             copy_in(boxes.q, [i_t, 0, 0, 0], bar, tiles.q.index(s))
@@ -104,18 +101,18 @@ def keep_state(box, tile, low, i_t, o_v):
 
 @gluon.jit
 def walker(
-    made, tiles, bars, part, scale, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, PACKED: gl.constexpr
+    results, tiles, bars, part, scale, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, PACKED: gl.constexpr
 ):
     """(1) for a part, from the first state to the last: o, or w and the states before chunks, or a map."""
-    READ: gl.constexpr = 1 if made.rows is not None else 0  # products for o, under way after the state's
-    KEPT: gl.constexpr = made.d_states is not None
+    READ: gl.constexpr = 1 if results.rows is not None else 0  # products for o, under way after the state's
+    KEPT: gl.constexpr = results.d_states is not None
     dtype: gl.constexpr = tiles.k.dtype
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
     left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
     left_S: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     none = gl.zeros([BV, C], gl.float32, narrow)
-    S = load_state(made.first, part, K, W, wide, None if READ or KEPT else V)
+    S = load_state(results.first, part, K, W, wide, None if READ or KEPT else V)
     for i in range(part.n):
         s, o_t = i % STAGES, part.begin + i * C
         b_k, b_W = tiles.k.index(s).reshape([C, K]), tiles.W.index(s).reshape([C, K])
@@ -127,7 +124,7 @@ def walker(
             b_q = tiles.q.index(s).reshape([C, K])
             b_o = warpgroup_mma(low, b_q.permute((1, 0)), none, use_acc=False, is_async=True)  # (q^ S)^T
         if KEPT:
-            keep_state(made.d_states, tiles.state, low_S, (part.i_c + i) * part.HV + part.i_h, part.o_v)
+            keep_state(results.d_states, tiles.state, low_S, (part.i_c + i) * part.HV + part.i_h, part.o_v)
         u = tiles.U.index(s).reshape([C, BV]).permute((1, 0)).load(narrow)
         S *= tiles.through.index(s).reshape([1, K]).load(wide)
         x = warpgroup_mma_wait(READ, deps=[x])
@@ -149,12 +146,12 @@ def walker(
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
         if READ:
-            send_rows(made, tiles.rows, b_o, o_t, part, V, narrow, PACKED)
+            send_rows(results, tiles.rows, b_o, o_t, part, V, narrow, PACKED)
         if KEPT:
-            copy_out(made.d_rows, [(part.i_c + i) * part.HV + part.i_h, 0, 0, part.o_v], tiles.rows)
+            copy_out(results.d_rows, [(part.i_c + i) * part.HV + part.i_h, 0, 0, part.o_v], tiles.rows)
     tma.store_wait(0)
-    if made.last is not None:
-        gl.store(state_rows(made.last, part.i_s, part.i_h, part.o_v, part.HV, K, W, wide), S)
+    if results.last is not None:
+        gl.store(state_rows(results.last, part.i_s, part.i_h, part.o_v, part.HV, K, W, wide), S)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -183,10 +180,10 @@ def walk(
     bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 
-    made, boxes = Results(S_in, S_out, None, o, None, d_o), Tiles(q, k, d_W, d_U, d_P, through)
+    results, boxes = Results(S_in, S_out, None, o, None, d_o), Tiles(q, k, d_W, d_U, d_P, through)
     gl.warp_specialize(
         [
-            (walker, (made, tiles, bars, part, scale, K, V, W, cu is not None)),
+            (walker, (results, tiles, bars, part, scale, K, V, W, cu is not None)),
             (loader, (boxes, tiles, bars, part)),
         ],
         [4],
@@ -289,14 +286,14 @@ def plan_forward(hardware: Hardware, call) -> Plan:
 def plan_maps(hardware: Hardware, call) -> Plan:
     """(X, M, reads) of `launch_maps`, and all that `plan_resumed` takes."""
     shared = delta_chunk.begin(hardware, call)
-    made = prepared(shared, *call[:5])
-    maps = delta_ahead.launch_maps(shared, launcher(shared, made), call.k, BV.value, call.reads)
-    return shared.draft.plan("hopper", *maps, *(x.tensor for x in made))
+    boxes = prepared(shared, *call[:5])
+    maps = delta_ahead.launch_maps(shared, launcher(shared, boxes), call.k, BV.value, call.reads)
+    return shared.draft.plan("hopper", *maps, *(x.tensor for x in boxes))
 
 
 def plan_resumed(hardware: Hardware, call) -> Plan:
     """(o, final state) of a call whose chunks `plan_maps` has prepared, in one go."""
-    shared, made = delta_chunk.begin(hardware, call), boxes_of(*call[6:12])
+    shared, boxes = delta_chunk.begin(hardware, call), boxes_of(*call[6:12])
     o, S_T = shared.draft.like("o", call.v), shared.draft.like("S_T", call.initial_state)
-    launcher(shared, made)(shared.T + 1, shared.V, shared.S_in, S_T, o)
+    launcher(shared, boxes)(shared.T + 1, shared.V, shared.S_in, S_T, o)
     return shared.draft.plan("hopper", o, S_T)

@@ -29,7 +29,7 @@ For a gradient T leaves too (`d_T`), and strengths below LEAST in size count as 
 A program has one role: it waits at `ready`, once for each half of the channels and once for v, which comes to q's place
 while the inverse (delta_inverse.py) is made; nobody waits for it. Packed sequences: rows of the next sequence are zeros
 here, gates too. Bytes per chunk and value head at K = V = 128, bf16, gates float32: 80 KiB in, 72 out. Shared memory:
-74 KiB, two programs a multiprocessor.
+68 KiB, two programs a multiprocessor.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def apply_T(t_T, t_k, t_v, N_K: gl.constexpr, N_V: gl.constexpr):
 
 
 @gluon.jit
-def make(
+def prepare_chunk(
     pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
     K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr, STRONG: gl.constexpr,
 ):
@@ -413,7 +413,7 @@ def prepare(
 ):
     """(1) and P of a chunk of a value head, and its flag. All but beta, through and strong are boxes of 64 columns."""
     pid = gl.program_id(0)
-    make(
+    prepare_chunk(
         pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
         K, V, LEAST, False,
     )
@@ -432,7 +432,7 @@ def mend(
         for i in range(gl.cdiv(n_flags - begin, n_programs)):
             pid = begin + i * n_programs
             if gl.load(strong + pid) != 0:
-                make(
+                prepare_chunk(
                     pid, q, k, v, g, beta, s_bb, s_bt, s_bh, None, k_til, d_W, d_U, d_P, d_T, None, strong, cu,
                     N, T, HV, G, K, V, LEAST, True,
                 )
