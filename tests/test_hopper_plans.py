@@ -308,20 +308,20 @@ def test_a_path_that_is_asked_for_is_taken():
 def test_a_cut_is_one_that_the_model_calls_faster():
     for heads, chunks in itertools.product((1, 4, 16, 33, 66, 132, 200), (1, 16, 128, 512)):
         last = partial(delta_ahead.duration, CLASSES["sm_90"], K=128, V=128, heads=heads, chunks=chunks)
-        how, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, chunks, None)
+        setup, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, chunks, None)
         whole, _ = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, chunks, "fused")
         assert whole == (delta_ahead.NARROW if 4 * heads <= 132 else delta_ahead.WIDE)
-        one_go = last(how=whole, length=chunks)
-        assert last(how=how, length=length) < one_go if length < chunks else how == whole
+        one_go = last(setup=whole, length=chunks)
+        assert last(setup=setup, length=length) < one_go if length < chunks else setup == whole
 
 
 @gluon
 def test_the_book_draws_walkers_as_wide_as_the_plan_makes_them():
-    for how in (delta_ahead.NARROW, delta_ahead.WIDE):
-        assert delta_roles.WALK[how.columns] == how.chunk
+    for setup in (delta_ahead.NARROW, delta_ahead.WIDE):
+        assert delta_roles.WALK[setup.columns] == setup.chunk
     for heads in range(1, 133):
-        how, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, 128, "fused")
-        assert (how.columns, length) == (delta_roles.columns(heads), 128)
+        setup, length = delta_ahead.choose(CLASSES["sm_90"], 128, 128, heads, 128, "fused")
+        assert (setup.columns, length) == (delta_roles.columns(heads), 128)
 
 
 @gluon

@@ -1,11 +1,19 @@
 """Kernels for Hopper in Gluon: warps with different jobs in one program (chapters 22 to 24).
 
-A plan takes them for every call for which no function below, called `refusal...`, has a reason not to.
+A plan takes them for every call for which no function below, called `refusal...`, has a reason not to. The launches of
+each file's plan, in their order, in brackets those of sequences in segments; (p) marks a kernel of ../portable/::
 
-* GLA: gla_forward.py, gla_backward.py. Delta rules: delta_chunk.py has their equations; delta_fused.py for many heads,
-  delta_ahead.py (with delta_solve.py) for few; delta_backward.py, delta_walks.py, delta_gradients.py, delta_carry.py.
-* KDA: kda_prepare.py, kda_forward.py; kda_walks.py, kda_gradients.py.
-* For all: ring.py (barriers, and why no role waits for ever), tiles.py, gluon.py; delta_inverse.py for delta rules.
+    gla_forward.py       [walk for ends, carry (p),] walk or the page's walk, mend (p)
+    gla_backward.py      walk for states, [walk reversed, carry (p),] unwind, mend_gradient
+    delta_fused.py       fused, and for strong heads again: many heads
+    delta_ahead.py       solve, [walk for maps, carry_maps (p),] walk: few heads
+    delta_backward.py    solve, [walks for maps, carry_both,] walks, gradients
+    kda_forward.py       prepare, mend, [walk for maps, carry_maps (p),] walk
+    kda_gradients.py     prepare, mend, walks, gradients, mend_gradients (p)
+
+`solve`, `prepare` and other kernels of several plans have files of their own. Read first: ring.py (barriers, and why no
+role waits for ever), tiles.py, pages/gla_hopper.py, gla_forward.py; for delta rules delta_chunk.py, which has their
+equations, and delta_inverse.py.
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ WIDEST = 128  # channels of a key: the state of as many rows, and two stages of 
 FASTER = (3, 9)
 
 WIDTHS = (64, 128)  # K and V of the delta rules
-SCALES = 2.0**-20, 2.0**20  # of KDA's gradient: it divides by strengths, and bfloat16's range must bear that
+SCALES = 2.0**-20, 2.0**20  # of gradients that are divided by strengths: dv and w stay in bfloat16's range
 DELTA_KERNELS = ("hopper", "hopper_fused", "hopper_ahead")  # the first: which one, the number of programs decides
 
 
@@ -85,7 +93,7 @@ def refusal_of_gradient(hardware: Hardware, call) -> str | None:
 def refusal_of_delta(hardware: Hardware, call) -> str | None:
     """Why the Hopper kernels of the delta rules do not take a call; None if they do.
 
-    Nothing needs to ask: they are faster than the portable kernel wherever they run (lab/delta_rules.md).
+    A plan takes them unasked: they are faster than the portable kernel wherever they run (lab/delta_rules.md).
     """
     if reason := refusal_of_any(hardware, call):
         return reason

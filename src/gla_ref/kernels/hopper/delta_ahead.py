@@ -20,7 +20,7 @@ of 64 columns and three stages takes 112 KiB, and two of them share a multiproce
 model says that segments are faster.
 
 Packed sequences: `solve` overwrites the next sequence's rows with zeros in its own tiles of q and k, the walker in its
-tiles of k and v. Proxies: delta_fused.py. The decays (float32) go from memory to the walker's registers a chunk before
+tiles of k and v. The decays (float32) go from memory to the walker's registers a chunk before
 it needs them.
 
 Bytes per chunk and value head: `solve` reads 4 C K and writes 4 C^2 + 12 C; each program of `walk` reads
@@ -34,6 +34,7 @@ delta_fused.py's.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -58,14 +59,8 @@ SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))
 ROWS = gl.constexpr(3)
 
 
-class Tiles(NamedTuple):
-    """The tensors that the copy engine brings, as boxes; or their tiles in shared memory. No q and P without o."""
-
-    q: object
-    k: object
-    v: object
-    T: object
-    P: object
+# the tensors that the copy engine brings, as boxes; or their tiles in shared memory. No q and P without o
+Tiles = namedtuple("Tiles", "q k v T P")
 
 
 class Barriers(NamedTuple):
@@ -81,14 +76,12 @@ def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl
     of_k: gl.constexpr = boxes.k.block_type.nbytes  # bytes of a tile; q has as many, P as many as T
     of_v: gl.constexpr = boxes.v.block_type.nbytes
     of_T: gl.constexpr = boxes.T.block_type.nbytes
+    of_o: gl.constexpr = of_k + of_T if boxes.q is not None else 0  # q and P
     for c in range(n):
         s, o_t, i_t = c % STAGES, begin + c * C, (i_c + c) * HV + i_h
         mbarrier.wait(bars.done.index(s), ((c // STAGES) & 1) ^ 1)
         bar = bars.ready.index(s)  # completes when so many bytes are there
-        if boxes.q is not None:
-            mbarrier.expect(bar, 2 * of_k + of_v + 2 * of_T)
-        else:
-            mbarrier.expect(bar, of_k + of_v + of_T)
+        mbarrier.expect(bar, of_k + of_v + of_T + of_o)
         copy_in(boxes.k, [i_b, i_k, o_t, 0], bar, tiles.k.index(s))
         if boxes.q is not None:
             copy_in(boxes.q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
@@ -122,11 +115,10 @@ def walker(
         b_k, b_v = tiles.k.index(s).reshape([C, K]), tiles.v.index(s).reshape([C, BV])
         b_T = tiles.T.index(s).reshape([C, C])
         mbarrier.wait(bars.ready.index(s), (c // STAGES) & 1)
-        if PACKED:
-            if end - o_t < C:  # the rest is another sequence's
-                keep_rows(b_k, end - o_t, of_k)
-                keep_rows(b_v, end - o_t, of_S)
-                fence_async_shared()
+        if PACKED and end - o_t < C:  # the rest is another sequence's
+            keep_rows(b_k, end - o_t, of_k)
+            keep_rows(b_v, end - o_t, of_S)
+            fence_async_shared()
         x = read(b_k, t_S, of_S)
         if o is not None:
             b_o = read(tiles.q.index(s).reshape([C, K]), t_S, of_S)
@@ -213,7 +205,7 @@ def walk(
 
 
 class Setup(NamedTuple):
-    """How the programs of both kernels are made."""
+    """How `solve` and `walk` are launched."""
 
     columns: int  # BV
     stages: int  # chunks of `walk` that lie in shared memory
@@ -225,25 +217,25 @@ class Setup(NamedTuple):
 WIDE, NARROW = Setup(64, 3, 128, 168, 1.75), Setup(32, 4, 128, 168, 1.2)
 L2 = 4.4e6  # bytes per microsecond for the programs of all multiprocessors together
 CARRY, LAUNCHES = 6.0, 10.0  # microseconds of `carry_maps` per segment, and of two more launches: estimates
-LEAST = 8  # chunks of a segment
+SHORTEST = 8  # chunks of a segment
 SOLVE = 2.0  # microseconds of a chunk of `solve` per multiprocessor
 
 
-def duration(hardware: Hardware, how: Setup, K: int, V: int, heads: int, chunks: int, length: int) -> float:
+def duration(hardware: Hardware, setup: Setup, K: int, V: int, heads: int, chunks: int, length: int) -> float:
     """Microseconds of all walks over `heads` sequences of `chunks` chunks in segments of `length`, by a model.
 
     Programs run in rounds, as many at once as shared memory and registers have room for. A chunk takes as long as its
     chain of products, or as L2 needs for the bytes of the round's programs. lab/delta_rules.md has the measurements.
     """
-    segments, BV = cdiv(chunks, length), how.columns
+    segments, BV = cdiv(chunks, length), setup.columns
 
     def walk(columns: int, read: int, written: int) -> float:
         """A walk that reads and writes rows of so many numbers."""
-        shared = 2 * (how.stages * C.value * read + K * BV + C.value * written) + 1024
+        shared = 2 * (setup.stages * C.value * read + K * BV + C.value * written) + 1024
         at_once = hardware.multiprocessors * max(1, min(2, hardware.shared_memory // shared))
         programs = columns // BV * heads * segments
         bytes_ = min(programs, at_once) * 2 * C.value * (read + written)
-        return cdiv(programs, at_once) * length * max(how.chunk, bytes_ / L2)
+        return cdiv(programs, at_once) * length * max(setup.chunk, bytes_ / L2)
 
     last = walk(V, 2 * K + BV + 2 * C.value, BV)
     if segments == 1:
@@ -258,7 +250,7 @@ def lengths_of_segments(hardware: Hardware, chunks: int, path: str | None) -> li
     """
     if path == "fused":
         return [chunks]
-    lengths = [cdiv(chunks, n) for n in range(1, min(chunks // LEAST, hardware.multiprocessors) + 1)] or [chunks]
+    lengths = [cdiv(chunks, n) for n in range(1, min(chunks // SHORTEST, hardware.multiprocessors) + 1)] or [chunks]
     return lengths[1:] or [cdiv(chunks, 3)] if path == "segmented" else lengths
 
 
@@ -268,15 +260,15 @@ def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: st
     heads: of all sequences. chunks: of each sequence; of the mean sequence if sequences are packed.
     """
     lengths = lengths_of_segments(hardware, chunks, path)
-    ways = [(how, length) for length in lengths for how in ((NARROW, WIDE) if V == 128 else (WIDE,))]
+    ways = [(setup, length) for length in lengths for setup in ((NARROW, WIDE) if V == 128 else (WIDE,))]
     return min(ways, key=lambda way: duration(hardware, way[0], K, V, heads, chunks, way[1]))
 
 
 def whole_duration(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: str | None) -> float:
     """Microseconds of `solve` and the fastest walks."""
-    how, length = choose(hardware, K, V, heads, chunks, path)
+    setup, length = choose(hardware, K, V, heads, chunks, path)
     solve = cdiv(heads * chunks, hardware.multiprocessors) * SOLVE
-    return solve + duration(hardware, how, K, V, heads, chunks, length)
+    return solve + duration(hardware, setup, K, V, heads, chunks, length)
 
 
 def launch_walks(shared: Shared, launch_walk: Callable, L: int, o: Spec, S_T: Spec) -> None:
@@ -318,16 +310,16 @@ def _units(k: Tensor, N: int, H: int) -> Tensor:
     return torch.eye(k.shape[3], device=k.device).repeat(N, H, 1, 1)
 
 
-def solved(shared: Shared, call, how: Setup) -> Callable:
+def solved(shared: Shared, call, setup: Setup) -> Callable:
     """Launch `solve` for a call; return `launch_walk(L, W, S_in, S_out, o)` of `launch_walks`, of values of its own."""
     q, k, v, g, beta, draft, K, H, N, T = *call[:5], shared.draft, shared.K, shared.H, shared.N, shared.T
-    BV, n = how.columns, shared.slots
+    BV, n = setup.columns, shared.slots
     squares = (draft.new(name, n, C.value, 1, C.value, dtype=q.dtype) for name in "TP")
     d_T, d_P = (box(x, C.value, C.value) for x in squares)
     decays = draft.new("decays", n, ROWS.value, C.value)
     d_q, d_k, d_v = (box(x, C.value, width) for x, width in ((q, K), (k, K), (v, BV)))
     launch_solve(
-        shared, d_q, d_k, g, beta, d_T, d_P, decays, how.of_solve,
+        shared, d_q, d_k, g, beta, d_T, d_P, decays, setup.of_solve,
         SINCE=SINCE.value, UNTIL=UNTIL.value, DIVISORS=DIVISORS.value,
     )
 
@@ -338,10 +330,10 @@ def solved(shared: Shared, call, how: Setup) -> Callable:
         V, d_o = (o.shape[3], box(o, C.value, BV)) if o else (shared.V, None)
         draft.launch(
             walk, (V if o else W) // BV * H * slots(shared.B, T, shared.cu, L),
-            d_q if o else None, d_k, d_v, d_T, d_P if o else None, decays, d_o, o, S_in, S_out,
-            shared.cu, N, T, L, H, shared.G, shared.scale,
-            K=K, V=V, W=W, BV=BV, STAGES=how.stages, GATED=g is not None, REGISTERS=24, num_warps=4,
-            maxnreg=how.registers,
+            q=d_q if o else None, k=d_k, v=d_v, d_T=d_T, d_P=d_P if o else None, decays=decays, d_o=d_o, o=o,
+            S_in=S_in, S_out=S_out, cu=shared.cu, N=N, T=T, L=L, HV=H, G=shared.G, scale=shared.scale,
+            K=K, V=V, W=W, BV=BV, STAGES=setup.stages, GATED=g is not None, REGISTERS=24, num_warps=4,
+            maxnreg=setup.registers,
         )
 
     return launch_walk
@@ -351,11 +343,11 @@ def plan_forward(hardware: Hardware, call) -> Plan:
     """(o, final state)."""
     shared, v = delta_chunk.begin(hardware, call), call.v
     draft, K, V, H, N = shared.draft, shared.K, shared.V, shared.H, shared.N
-    how, length = choose(hardware, K, V, H * N, shared.chunks, call.path)
-    BV = how.columns
+    setup, length = choose(hardware, K, V, H * N, shared.chunks, call.path)
+    BV = setup.columns
     draft.because(f"T of all chunks first, then a program for each {BV} columns of V: Hopper kernels, in Gluon")
     L = shared.segment(length, call.path, V // BV * H * N)
-    launch_walk = solved(shared, call, how)
+    launch_walk = solved(shared, call, setup)
     o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", N, H, K, V)
     launch_walks(shared, launch_walk, L, o, S_T)
     return draft.plan("hopper_ahead", o, S_T)
@@ -364,6 +356,6 @@ def plan_forward(hardware: Hardware, call) -> Plan:
 def plan_maps(hardware: Hardware, call) -> Plan:
     """(X, M, reads) of `launch_maps`."""
     shared = delta_chunk.begin(hardware, call)
-    how, _ = choose(hardware, shared.K, shared.V, shared.H * shared.N, shared.chunks, "fused")
-    launch_walk = solved(shared, call, how)
-    return shared.draft.plan("hopper_ahead", *launch_maps(shared, launch_walk, call.k, how.columns, call.reads))
+    setup, _ = choose(hardware, shared.K, shared.V, shared.H * shared.N, shared.chunks, "fused")
+    launch_walk = solved(shared, call, setup)
+    return shared.draft.plan("hopper_ahead", *launch_maps(shared, launch_walk, call.k, setup.columns, call.reads))

@@ -33,15 +33,14 @@ from ..launch.plan import Plan
 from ..portable import delta_gradient
 from ..portable.delta_forward import BETA, COARSE, FINE, SINCE, UNTIL, DeltaCall
 from ..portable.delta_forward import ROWS as FACTORS
-from . import delta_ahead, delta_chunk
+from . import SCALES, delta_ahead, delta_chunk
 from .delta_carry import launch_carry
 from .delta_gradients import Local, make_gradients
 from .delta_solve import C, launch_solve
 from .delta_walks import BV, DIVISORS, Walk, launch_walks
 from .tiles import box
 
-LEAST = 2.0**-40  # strengths below it in size count as it, where a gradient is divided by them
-SCALES = 2.0**-20, 2.0**20  # of a size that leaves dv and w of such a strength in bfloat16's range
+LEAST = 2.0**-40  # strengths below it in size count as it, where a gradient is divided by them; SCALES allows for it
 SOLVE_REGISTERS = 128  # a thread's, in `solve`
 KEPT_ROWS = {  # rows of `factors` (delta_solve.py)
     "BETA": BETA.value, "SINCE": SINCE.value, "UNTIL": UNTIL.value, "COARSE": COARSE.value, "FINE": FINE.value,
@@ -74,7 +73,7 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     least = LEAST if in_16_bits else 0.0
     launch_solve(solved, d_q, d_k, g, beta, d_Y, d_P, factors, SOLVE_REGISTERS, least, **KEPT_ROWS)
 
-    tokens = d_q, d_k, d_v, d_do, d_Y, d_P
+    tokens = {"q": d_q, "k": d_k, "v": d_v, "do": d_do, "d_Y": d_Y, "d_P": d_P}
     R_in = delta_gradient.gradient_of_state(draft, call.dS, scale)
     R_0 = draft.new("R_0", N, H, K, V) if S_in else None
     last = R_0

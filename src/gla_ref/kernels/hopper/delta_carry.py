@@ -98,6 +98,7 @@ def launch_carry(call: DeltaCall, part: Spec, part_back: Spec, S_in: Spec | None
     """`carry_both` over all segments; R_0 gets the gradient of the initial state, where it is wanted."""
     call.draft.launch(
         carry_both, 2 * (call.V // BV) * call.H * call.N,
-        part, part_back, S_in, R_in, R_0, call.cu, call.N, call.T, call.L, call.H,
+        part=part, part_back=part_back, S_in=S_in, R_in=R_in, R_0=R_0,
+        cu=call.cu, N=call.N, T=call.T, L=call.L, H=call.H,
         K=call.K, V=call.V, BV=BV, PACKED=call.cu is not None, num_warps=8, num_stages=1,
     )

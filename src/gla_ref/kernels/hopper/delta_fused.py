@@ -34,10 +34,7 @@ products are multiplied by them. A row is a column of V, or of T and P a token: 
 q, k and v with zeros, and the walker waits for `solved` before it reads them. Gates and strengths of these rows are
 zeros.
 
-*Proxies.* WGMMA and the copy engine see what threads wrote only after these threads' fence, so a fence follows every
-store that they read or overwrite, and every load that a copy overwrites.
-
-*Shared memory* at K = V = 128, 175 KiB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
+*Shared memory* at K = V = 128, 174 KiB of 227: q and k 64, v 32, o 16, T and P 32, the inverse 26, gates 3. A chunk
 moves 2 C (2 K + 2 V) = 64 KiB for 2 C (2 C K + 3 K V + 2 C V) = 10.5 MFLOP and 0.4 MFLOP for the inverse.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes this kernel where there are too many heads
@@ -192,14 +189,13 @@ def solver(
         s, parity = c % STAGES, (c // STAGES) & 1
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
         mbarrier.wait(bars.keys.index(s), parity)
-        if PACKED:
-            left = end - begin - c * C
-            if left < C:  # the rest is another sequence's
-                mbarrier.wait(bars.ready.index(s), parity)
-                keep_rows(b_q, left, of_k)
-                keep_rows(b_k, left, of_k)
-                keep_rows(tiles.v.index(s).reshape([C, V]), left, of_v)
-                fence_async_shared()
+        left = end - begin - c * C
+        if PACKED and left < C:  # the rest is another sequence's
+            mbarrier.wait(bars.ready.index(s), parity)
+            keep_rows(b_q, left, of_k)
+            keep_rows(b_k, left, of_k)
+            keep_rows(tiles.v.index(s).reshape([C, V]), left, of_v)
+            fence_async_shared()
         none = gl.zeros([C, C], gl.float32, wide)
         N = warpgroup_mma(b_k, b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(bars.gated.index(s), parity)
@@ -231,21 +227,10 @@ def solver(
 
 
 @gluon.jit
-def send(d_o, x, t_u, done, i_b, i_h, o_t):
-    """o^T [V, C] of a whole chunk, by way of t_u."""
-    V: gl.constexpr = t_u.shape[3]
-    tma.store_wait(0)  # the last o has been read
-    t_u.reshape([C, V]).permute((1, 0)).store(x)
-    fence_async_shared()
-    mbarrier.arrive(done, count=1)  # after a fence: threads have read v
-    copy_out(d_o, [i_b, i_h, o_t, 0], t_u)
-
-
-@gluon.jit
 def store_turned(
     o, d_o, x, t_u, done, i_b, i_h, o_t, end, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
 ):
-    """o^T [V, C] to rows o_t ..., up to row `end`."""
+    """o^T [V, C] to rows o_t ..., up to row `end`: a whole chunk by the copy engine, by way of t_u."""
     if PACKED and end - o_t < C:
         rows = gl.arange(0, V, layout=gl.SliceLayout(1, layout))[:, None]
         columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :]
@@ -254,7 +239,11 @@ def store_turned(
         fence_async_shared()
         mbarrier.arrive(done, count=1)
     else:
-        send(d_o, x, t_u, done, i_b, i_h, o_t)
+        tma.store_wait(0)  # the last o has been read
+        t_u.reshape([C, V]).permute((1, 0)).store(x)
+        fence_async_shared()
+        mbarrier.arrive(done, count=1)  # after a fence: threads have read v
+        copy_out(d_o, [i_b, i_h, o_t, 0], t_u)
 
 
 @gluon.jit
@@ -370,11 +359,8 @@ def fused(
         exponents: gl.constexpr = None
     scratch = allocate_scratch()
     bars = Barriers(
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 1),
+        keys=new_barriers(STAGES, 1), ready=new_barriers(STAGES, 1), gated=new_barriers(STAGES, 1),
+        solved=new_barriers(STAGES, 1), done=new_barriers(STAGES, 1),
     )
     fence_async_shared()
 
@@ -428,7 +414,8 @@ def plan_forward(hardware: Hardware, call) -> Plan:
         draft.launch(
             fused, shared.H * shared.N,
             box(q, C.value, K), box(k, C.value, K), box(v, C.value, V), g, beta, *strides(g), *strides(beta),
-            box(o, C.value, V), o, shared.S_in, S_T, strong, shared.cu, shared.T, shared.H, shared.G, shared.scale, 0,
-            K=K, V=V, EXACT=exact, R_SOLVER=roles.of_solver, num_warps=V // 16, maxnreg=roles.at_entry,
+            d_o=box(o, C.value, V), o=o, S_in=shared.S_in, S_out=S_T, strong=strong, cu=shared.cu,
+            T=shared.T, HV=shared.H, G=shared.G, scale=shared.scale, zero=0, K=K, V=V, EXACT=exact,
+            R_SOLVER=roles.of_solver, num_warps=V // 16, maxnreg=roles.at_entry,
         )
     return draft.plan("hopper_fused", o, S_T)

@@ -49,11 +49,12 @@ head's last turn has. The next phase of the first needs that F or G, the next of
 with zeros and then gives `factors_ready`; it stores such a chunk's dq and dk itself. *K of 64*: the copy engine reads
 zeros beyond them, so the second group then makes F and zeros.
 
-Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in and out. Shared memory: 223 KiB.
+Bytes per chunk in bf16: per value head 6 C V + 4 K V in, per key head 4 C K in and out. Shared memory: 218 KiB.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -66,7 +67,7 @@ from ..portable.delta_gradient import Made
 from .delta_chunk import C, barrier, load_tokens, row_column, strides
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
-from .tiles import add, behind, box, keep_rows, store_own_rows, which_segment
+from .tiles import add, box, exclusive, keep_rows, store_own_rows, which_segment
 
 BLOCK = gl.constexpr(64)  # rows and columns of a tile
 ROWS = gl.constexpr(FACTORS)  # of `factors`
@@ -90,19 +91,11 @@ class Tiles(NamedTuple):
     pairs: object  # [2 * 2, 4, C]: turn, group; sums of columns over a warp's rows
 
 
-class Barriers(NamedTuple):
-    """As in the docstring above."""
-
-    rows_ready: object
-    states_ready: object
-    keys_ready: object
-    factors_ready: object
-    both_ready: object
-    states_done: object
-    rows_done: object
-    sums_done: object
-    keys_done: object
-    results_ready: object
+Barriers = namedtuple(  # as in the docstring above
+    "Barriers",
+    "rows_ready states_ready keys_ready factors_ready both_ready "
+    "states_done rows_done sums_done keys_done results_ready",
+)
 
 
 class Work(NamedTuple):
@@ -260,7 +253,7 @@ def finisher(tiles, bars, g, s_g, factors, dg, dbeta, work, scale, G: gl.constex
                 # (7) of each row: sums of the terms that count, never a total less others
                 total = gl.associative_scan(reads, 0, add, reverse=True)
                 total = total - gl.associative_scan(crossed, 0, add, reverse=True)
-                before, _ = gl.associative_scan((gl.zeros_like(writes), writes), 0, behind)
+                before, _ = gl.associative_scan((gl.zeros_like(writes), writes), 0, exclusive)
                 total = (total + before + gl.sum(kept, 0) * through) * scale
                 total = gl.where(b_g == float("-inf"), 0.0, total)  # nothing crosses it
                 gl.store(dg + p_d, total.to(dg.dtype.element_ty), mask=o_t + o_c < stop)
@@ -468,16 +461,18 @@ def make_gradients(call: DeltaCall, x: Local, beta: Spec, need_dg: bool) -> Made
     draft, H = call.draft, call.H // call.G
     dq, dk = (draft.new(f"d{n}", *y.shape, dtype=y.dtype) for n, y in (("q", x.q), ("k", x.k)))
     made = Made(dq, dk, x.dv, draft.like("dg", x.g) if need_dg else None, draft.like("dbeta", beta))
-    tokens = (box(y, C.value, BLOCK.value) for y in (x.q, x.k, x.do, x.writes, x.dv))
-    states = (box(y.transposed(1, 2), BLOCK.value, BLOCK.value) for y in (x.states, x.dstates))
-    d_dq, d_dk = (box(y, C.value, BLOCK.value) for y in (dq, dk))
-    items = H * call.chunks
+    tokens = {"q": x.q, "k": x.k, "do": x.do, "w": x.writes, "dv": x.dv, "d_dq": dq, "d_dk": dk}
+    states = {"S": x.states, "R": x.dstates}
+    items, (s_gb, s_gt, s_gh) = H * call.chunks, strides(x.g)
     programs = min(items, draft.hardware.multiprocessors)
     others = 24 if call.G > 1 and call.cu is None else 40  # groups spill at G > 1, packed sequences' loader too
     draft.launch(
         gradients, programs,
-        *tokens, *states, x.g, *strides(x.g), call.factors, d_dq, d_dk, dq, dk, made.dg, made.dbeta, call.cu, call.N,
-        call.T, H, items, programs, call.scale, 1 / call.scale, 0, G=call.G, K=call.K, V=call.V,
+        **{name: box(y, C.value, BLOCK.value) for name, y in tokens.items()},
+        **{name: box(y.transposed(1, 2), BLOCK.value, BLOCK.value) for name, y in states.items()},
+        g=x.g, s_gb=s_gb, s_gt=s_gt, s_gh=s_gh, factors=call.factors, dq=dq, dk=dk, dg=made.dg, dbeta=made.dbeta,
+        cu=call.cu, N=call.N, T=call.T, H=H, n_items=items, n_programs=programs, scale=call.scale,
+        unscale=1 / call.scale, zero=0, G=call.G, K=call.K, V=call.V,
         R_GROUP=(504 - others) // 2, R_OTHER=others, num_warps=4, maxnreg=168,
     )
     return made

@@ -151,8 +151,8 @@ def launch_solve(
     """`solve` of all chunks of a call; `rows`: the number of each row of `factors` that is kept, by its name."""
     call.draft.launch(
         solve, Y.tensor.shape[0],
-        q, k, g, beta, *strides(g), *strides(beta), Y, P, factors, call.cu, call.N, call.T, call.H, call.G,
-        K=call.K, ROWS=factors.shape[-2], LEAST=least,
+        q, k, g, beta, *strides(g), *strides(beta), d_Y=Y, d_P=P, factors=factors,
+        cu=call.cu, N=call.N, T=call.T, HV=call.H, G=call.G, K=call.K, ROWS=factors.shape[-2], LEAST=least,
         **dict.fromkeys(("BETA", "SINCE", "UNTIL", "COARSE", "FINE", "DIVISORS")) | rows,
         num_warps=4, maxnreg=registers,
     )

@@ -181,16 +181,16 @@ def load_state(x, part, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr, 
 
 
 @gluon.jit
-def send_state(made, tile, low, S, i_c, part, V: gl.constexpr, layout: gl.constexpr):
+def send_state(results, tile, low, S, i_c, part, V: gl.constexpr, layout: gl.constexpr):
     """Store the state of chunk i_c: by the copy engine, by way of `tile`, or in float32 by threads."""
     K: gl.constexpr = S.shape[1]
-    if made.d_states is not None:
+    if results.d_states is not None:
         tile.reshape([BV, K]).store(low)
         fence_async_shared()
         barrier()
-        copy_out(made.d_states, [i_c, part.i_h, part.o_v, 0], tile)
+        copy_out(results.d_states, [i_c, part.i_h, part.o_v, 0], tile)
     else:
-        gl.store(state_rows(made.states, i_c, part.i_h, part.o_v, part.HV, K, V, layout), S)
+        gl.store(state_rows(results.states, i_c, part.i_h, part.o_v, part.HV, K, V, layout), S)
 
 
 @gluon.jit
@@ -204,33 +204,33 @@ def store_own_columns(p, x, o_t, part, V: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def send_rows(made, tile, x, o_t, part, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr):
+def send_rows(results, tile, x, o_t, part, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr):
     """Store the rows of a chunk: by the copy engine from `tile` or, in float32 or at an end, by threads from x."""
-    if made.d_rows is None:
-        store_own_columns(made.rows, x, o_t, part, V, layout)
+    if results.d_rows is None:
+        store_own_columns(results.rows, x, o_t, part, V, layout)
     elif PACKED and part.end - o_t < C:
-        store_own_columns(made.rows, x, o_t, part, V, layout)
+        store_own_columns(results.rows, x, o_t, part, V, layout)
     else:
-        copy_out(made.d_rows, [part.i_b, part.i_h, o_t, part.o_v], tile)
+        copy_out(results.d_rows, [part.i_b, part.i_h, o_t, part.o_v], tile)
 
 
 @gluon.jit
 def walk(
-    made, factors, tiles, bars, part,
+    results, factors, tiles, bars, part,
     K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, PACKED: gl.constexpr,
 ):
     """(1) for a part."""
     i_h, i_c, n, HV = part.i_h, part.i_c, part.n, part.HV
     dtype: gl.constexpr = tiles.k.dtype
     FLOAT16: gl.constexpr = dtype == gl.float16
-    MAPS: gl.constexpr = made.rows is None
+    MAPS: gl.constexpr = results.rows is None
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
     left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
     left_S: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     column: gl.constexpr = gl.SliceLayout(0, narrow)
     none = gl.zeros([BV, C], gl.float32, narrow)
-    S = load_state(made.first, part, K, W, wide, V if MAPS else None)
+    S = load_state(results.first, part, K, W, wide, V if MAPS else None)
     p_t = factors + (SINCE * C + (C - 1))  # e^(b_C)
     through = gl.load(p_t + (i_c * HV + i_h).to(gl.int64) * (ROWS * C))
     for i in range(n):
@@ -249,7 +249,7 @@ def walk(
         # w: v' = beta (v - e^b (k S)) is the first operand
         x = warpgroup_mma(gl.convert_layout(low, left), b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         if not MAPS:
-            send_state(made, tiles.state, low, S, i_c + i, part, V, wide)
+            send_state(results, tiles.state, low, S, i_c + i, part, V, wide)
         mbarrier.wait(bars.loaded.index(s), (i // STAGES) & 1)
         v = b_v.permute((1, 0)).load(narrow).to(gl.float32) * t_f.index(4 * s + FROM_V).load(column)[None, :]
         strength = t_f.index(4 * s + STRENGTH).load(column)[None, :]
@@ -273,7 +273,7 @@ def walk(
         if FLOAT16:
             S = S / of_u
         S = warpgroup_mma(gl.convert_layout(u, left_S), b_k, S, is_async=True)
-        if made.d_rows is not None:
+        if results.d_rows is not None:
             tma.store_wait(0)  # the state and the last w have been read
             tiles.rows.reshape([C, BV]).permute((1, 0)).store(w.to(dtype))
         S = warpgroup_mma_wait(0, deps=[S])
@@ -283,29 +283,29 @@ def walk(
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
         if not MAPS:
-            send_rows(made, tiles.rows, w, o_t, part, V, narrow, PACKED)
+            send_rows(results, tiles.rows, w, o_t, part, V, narrow, PACKED)
     tma.store_wait(0)
-    if made.last is not None:
-        gl.store(state_rows(made.last, part.i_s, i_h, part.o_v, HV, K, W, wide), S)
+    if results.last is not None:
+        gl.store(state_rows(results.last, part.i_s, i_h, part.o_v, HV, K, W, wide), S)
 
 
 @gluon.jit
 def walk_back(
-    made, factors, tiles, bars, part,
+    results, factors, tiles, bars, part,
     K: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, PACKED: gl.constexpr,
 ):
     """(2) for a part."""
     i_h, i_c, n, HV = part.i_h, part.i_c, part.n, part.HV
     dtype: gl.constexpr = tiles.k.dtype
     FLOAT16: gl.constexpr = dtype == gl.float16
-    MAPS: gl.constexpr = made.rows is None
+    MAPS: gl.constexpr = results.rows is None
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
     left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
     left_R: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     column: gl.constexpr = gl.SliceLayout(0, narrow)
     none = gl.zeros([BV, C], gl.float32, narrow)
-    R = load_state(made.first, part, K, V, wide, None)
+    R = load_state(results.first, part, K, V, wide, None)
     p_t = factors + (SINCE * C + (C - 1))  # e^(b_C)
     through = gl.load(p_t + ((i_c + gl.maximum(n - 1, 0)) * HV + i_h).to(gl.int64) * (ROWS * C))
     for i in range(n):
@@ -328,7 +328,7 @@ def walk_back(
         x = warpgroup_mma(gl.convert_layout(low, left), b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         y = warpgroup_mma(b_do.permute((1, 0)), b_P, none, use_acc=False, is_async=True)
         if not MAPS:
-            send_state(made, tiles.state, low, R, i_c + c, part, V, wide)
+            send_state(results, tiles.state, low, R, i_c + c, part, V, wide)
         mbarrier.wait(bars.loaded.index(s), (i // STAGES) & 1)
         e = b_do.permute((1, 0)).load(narrow).to(gl.float32) * t_f.index(4 * s + FROM_V).load(column)[None, :]
         e, of_e = operand(e, dtype)
@@ -361,7 +361,7 @@ def walk_back(
         if FLOAT16:
             R = R * (of_e / of_z)
         R = warpgroup_mma(gl.convert_layout(z, left_R), b_k, R, is_async=True)
-        if made.d_rows is not None:
+        if results.d_rows is not None:
             tma.store_wait(0)  # R and the last dv have been read
             r = r * to_dv
             tiles.rows.reshape([C, BV]).permute((1, 0)).store(r.to(dtype))
@@ -372,10 +372,10 @@ def walk_back(
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
         if not MAPS:
-            send_rows(made, tiles.rows, r, o_t, part, V, narrow, PACKED)
+            send_rows(results, tiles.rows, r, o_t, part, V, narrow, PACKED)
     tma.store_wait(0)
-    if made.last is not None:
-        gl.store(state_rows(made.last, part.i_s, i_h, part.o_v, HV, K, V, wide), R)
+    if results.last is not None:
+        gl.store(state_rows(results.last, part.i_s, i_h, part.o_v, HV, K, V, wide), R)
 
 
 @gluon.jit
@@ -458,19 +458,24 @@ class Walk(NamedTuple):
     rows: Spec | None = None
 
 
-def launch_walks(call: DeltaCall, tokens: tuple[Box, ...], forwards: Walk, backwards: Walk) -> None:
-    """Both walks over all segments; `tokens`: boxes of q, k, v, do, Y, P. Without results, their maps."""
+def launch_walks(call: DeltaCall, tokens: dict[str, Box], forwards: Walk, backwards: Walk) -> None:
+    """Both walks over all segments; `tokens`: the boxes q to d_P of `walks`. Without results, their maps."""
     W = call.V + call.K if call.L <= call.T else call.V
     heads, maps = call.H * call.segments, forwards.rows is None
     n, n_back = (W if maps else call.V) // BV.value * heads, call.V // BV.value * heads
 
-    def outputs(way: Walk) -> tuple:
-        if maps or call.kept == torch.float32:
-            return (*way, None, None)
-        return (*way, box(way.states.transposed(1, 2), BV.value, call.K), box(way.rows, C.value, BV.value))
+    def results(way: Walk, *names: str) -> dict:
+        """The arguments of `walks` for one way: its tensors, then boxes of the states and rows in 16 bits."""
+        d_states = d_rows = None
+        if not maps and call.kept != torch.float32:
+            d_states = box(way.states.transposed(1, 2), BV.value, call.K)
+            d_rows = box(way.rows, C.value, BV.value)
+        return dict(zip(names, (*way, d_states, d_rows), strict=True))
 
     call.draft.launch(
-        walks, n + n_back, *tokens, call.factors, *outputs(forwards), *outputs(backwards), call.cu, n, call.N, call.T,
-        call.L, call.H, call.G, call.scale, K=call.K, V=call.V, W=W, ROWS=call.factors.shape[2], REGISTERS=24,
-        num_warps=4, maxnreg=128,
+        walks, n + n_back, **tokens, factors=call.factors,
+        **results(forwards, "S_in", "S_out", "states", "writes", "d_states", "d_writes"),
+        **results(backwards, "R_in", "R_out", "dstates", "rows", "d_dstates", "d_rows"),
+        cu=call.cu, n_forwards=n, N=call.N, T=call.T, L=call.L, HV=call.H, G=call.G, scale=call.scale,
+        K=call.K, V=call.V, W=W, ROWS=call.factors.shape[2], REGISTERS=24, num_warps=4, maxnreg=128,
     )

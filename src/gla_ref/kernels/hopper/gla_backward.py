@@ -36,7 +36,7 @@ belongs to a stage lies in stage i % 2.
 transformer makes `hat` of round i + 1, then finishes round i. Each waits only for what comes earlier in these orders.
 tests/test_kernels_hopper.py plays this file on a CPU, in any order of steps that the barriers allow.
 
-*Proxies* as in gla_forward.py. Beyond that a product has read its operands when it has been waited for, but only for
+*Products.* A product has read its operands when it has been waited for, but only for
 the warps that waited: `barrier` stands between that and a store into its operands' memory.
 
 *Strong chunks.* `unwind` leaves out their pairs, i = j too, and `mend_gradient` adds them, level by level, to all four.
@@ -54,6 +54,7 @@ takes it from Triton 3.9 on, by which it is faster (FASTER in __init__.py), befo
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -81,29 +82,13 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .ring import invalidate, new_barriers
-from .tiles import LOG2E, add, behind, box, gate_sums, keep_rows, scaled, store_box, store_rows
+from .tiles import LOG2E, add, box, exclusive, gate_sums, keep_rows, scaled, store_box, store_rows
 from .tiles import which_segment as which_segment_of_warps
 
-
-class Tiles(NamedTuple):
-    """The tensors that the copy engine brings, as boxes; or their tiles in shared memory, two of q, k and g."""
-
-    q: object
-    k: object
-    g: object
-    v: object
-    do: object
-    S: object
-
-
-class Sides(NamedTuple):
-    """Small tiles by which transformer and multiplier tell each other about a chunk."""
-
-    factors: object
-    flags: object
-    net: object
-    later: object
-    kept: object
+# the tensors that the copy engine brings, as boxes; or their tiles in shared memory, two of q, k and g
+Tiles = namedtuple("Tiles", "q k g v do S")
+# tiles by which transformer and multiplier tell each other about a chunk
+Sides = namedtuple("Sides", "factors flags net later kept")
 
 
 class Barriers(NamedTuple):
@@ -151,7 +136,7 @@ def loader(boxes, tiles, bars, i_b, i_h, i_0, begin, n, C: gl.constexpr):
 
 @gluon.jit
 def transformer(
-    outs, tiles, sides, bars, signs, halves, outputs, strong, i_b, i_h, i_0, begin, end, n, H, K, scale,
+    boxes, tiles, sides, bars, signs, halves, gradients, strong, i_b, i_h, i_0, begin, end, n, H, K, scale,
     C: gl.constexpr, BK: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """`transform` of each round, a round ahead of `finish`."""
@@ -160,7 +145,8 @@ def transformer(
             transform(tiles, sides, bars, signs, halves, strong, i, i_h, i_0, begin, end, n, H, C, BK, LIMIT, PACKED, W)
         if i > 0:
             finish(
-                outs, tiles, sides, bars, signs, outputs, i - 1, i_b, i_h, begin, end, n, H, K, scale, C, BK, PACKED, W,
+                boxes, tiles, sides, bars, signs, gradients, i - 1, i_b, i_h, begin, end, n, H, K, scale,
+                C, BK, PACKED, W,
             )
 
 
@@ -178,13 +164,12 @@ def transform(
     b_q = tiles.q.index(s).reshape([C, BK])
     b_k = tiles.k.index(s).reshape([C, BK])
     b_g = tiles.g.index(s).reshape([C, BK])
-    if PACKED:
-        left = end - begin - (n - 1 - i) * C
-        if left < C:
-            keep_rows(b_q, left, tile)
-            keep_rows(b_k, left, tile)
-            keep_rows(b_g, left, tile)
-            fence_async_shared()
+    left = end - begin - (n - 1 - i) * C
+    if PACKED and left < C:  # the rest is another sequence's
+        keep_rows(b_q, left, tile)
+        keep_rows(b_k, left, tile)
+        keep_rows(b_g, left, tile)
+        fence_async_shared()
     x, r = gate_sums(b_g, signs, halves, tile, W)
     mild = gl.min(r, 0) >= LIMIT * 0.5
     if mild:
@@ -217,12 +202,12 @@ def transform(
 
 @gluon.jit
 def finish(
-    outs, tiles, sides, bars, signs, outputs, i, i_b, i_h, begin, end, n, H, K, scale,
+    boxes, tiles, sides, bars, signs, gradients, i, i_b, i_h, begin, end, n, H, K, scale,
     C: gl.constexpr, BK: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """dq, dk of dq', dk', which lie in the place of q', k'; dg, into the place of g."""
-    d_dq, d_dk, d_dg = outs
-    dq, dk, dg = outputs
+    d_dq, d_dk, d_dg = boxes
+    dq, dk, dg = gradients
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
     columns: gl.constexpr = gl.BlockedLayout([C, 1], [1, 32], [1, W], [0, 1])  # a thread has a channel
     s = i % 2
@@ -233,7 +218,7 @@ def finish(
         mbarrier.wait(bars.has_later.index(0), i & 1)
         b_later = sides.later.load(columns)
         # of the rows before, and not of all less this one: what decays strongly is far smaller than the rest
-        total, _ = gl.associative_scan((gl.zeros_like(b_later), b_later), 0, behind)
+        total, _ = gl.associative_scan((gl.zeros_like(b_later), b_later), 0, exclusive)
         mbarrier.arrive(bars.free_R.index(0), count=1)
     mbarrier.wait(bars.has_net, i & 1)
     if dg is not None:
@@ -250,29 +235,20 @@ def finish(
     if dg is not None:
         b_g.store(b_d)
     o_t = begin + (n - 1 - i) * C
-    if PACKED:
-        if end - o_t < C:  # behind the last row there is the next sequence
-            tile_rows(dq, b_q, i_h, o_t, end, H, K, tile)
-            tile_rows(dk, b_k, i_h, o_t, end, H, K, tile)
-            if dg is not None:
-                tile_rows(dg, b_g, i_h, o_t, end, H, K, tile)
-        else:
-            copy_gradients(d_dq, d_dk, d_dg, tiles.q.index(s), tiles.k.index(s), tiles.g.index(s), 0, i_h, o_t)
+    if PACKED and end - o_t < C:  # after the last row there is the next sequence
+        tile_rows(dq, b_q, i_h, o_t, end, H, K, tile)
+        tile_rows(dk, b_k, i_h, o_t, end, H, K, tile)
+        if dg is not None:
+            tile_rows(dg, b_g, i_h, o_t, end, H, K, tile)
     else:
-        copy_gradients(d_dq, d_dk, d_dg, tiles.q.index(s), tiles.k.index(s), tiles.g.index(s), i_b, i_h, o_t)
+        fence_async_shared()
+        barrier()  # all threads' stores are fenced
+        copy_out(d_dq, [i_b, i_h, o_t, 0], tiles.q.index(s))
+        copy_out(d_dk, [i_b, i_h, o_t, 0], tiles.k.index(s))
+        if dg is not None:
+            copy_out(d_dg, [i_b, i_h, o_t, 0], tiles.g.index(s))
+        tma.store_wait(0)  # the copy engine has read them
     mbarrier.arrive(bars.free_x.index(s), count=1)
-
-
-@gluon.jit
-def copy_gradients(d_dq, d_dk, d_dg, t_q, t_k, t_g, i_b, i_h, o_t):
-    """dq, dk, dg by the copy engine, which leaves out what lies beyond the tensors; until it has read them."""
-    fence_async_shared()
-    barrier()  # all threads' stores are fenced
-    copy_out(d_dq, [i_b, i_h, o_t, 0], t_q)
-    copy_out(d_dk, [i_b, i_h, o_t, 0], t_k)
-    if d_dg is not None:
-        copy_out(d_dg, [i_b, i_h, o_t, 0], t_g)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -341,11 +317,10 @@ def multiplier(
         # (1), dP and v R'^T
         mbarrier.wait(bars.has_v, odd)
         mbarrier.wait(bars.has_do, odd)
-        if PACKED:
-            if end - o_t < C:
-                keep_rows(b_v, end - o_t, of_v)
-                keep_rows(b_do, end - o_t, of_v)
-                fence_async_shared()
+        if PACKED and end - o_t < C:
+            keep_rows(b_v, end - o_t, of_v)
+            keep_rows(b_do, end - o_t, of_v)
+            fence_async_shared()
         dP = warpgroup_mma(
             b_do, b_v.permute((1, 0)), gl.zeros([C, C], gl.float32, of_P), use_acc=False, is_async=True
         )
@@ -499,7 +474,7 @@ def unwind(
         [WT, 1],
         [REGISTERS, 24],
     )
-    # all roles are done: until here the barriers' bytes are theirs (gla_forward.py)
+    # all roles are done: until here the barriers' bytes are theirs (ring.py)
     invalidate((has_x, hat, free_x, singles))
     if dg is not None:
         invalidate((has_later, free_R))
@@ -621,11 +596,14 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     # tiles of 64 channels spill what fills registers, of 32 hardly; older assemblers read unset registers there
     # (lab/known.md)
     BK, BV = (32, shared.BV) if STAY else (64, 64)
+    s_q, s_k, s_v, s_do, s_g, s_d, s_dv = patterns(q, k, v, do, g, dq, dv)
     draft.launch(
         mend_gradient, cdiv(shared.chunks * shared.H, 16),
-        q, k, v, do, g, dq, dk, dv, dg, strong, shared.cu, *patterns(q, k, v, do, g, dq, dv),
-        shared.N, shared.T, shared.H, shared.K, shared.V, shared.scale, shared.chunks * shared.H,
-        LEVELS=shared.levels, BK=BK, BV=BV, BN=16, **shared.same, num_warps=4, num_stages=1,
+        q=q, k=k, v=v, do=do, g=g, dq=dq, dk=dk, dv=dv, dg=dg, strong=strong, cu=shared.cu,
+        s_q=s_q, s_k=s_k, s_v=s_v, s_do=s_do, s_g=s_g, s_d=s_d, s_dv=s_dv,
+        N=shared.N, T=shared.T, H=shared.H, K=shared.K, V=shared.V, scale=shared.scale,
+        n_flags=shared.chunks * shared.H, LEVELS=shared.levels, BK=BK, BV=BV, BN=16, **shared.same,
+        num_warps=4, num_stages=1,
     )
     dS0 = draft.compute("dS0", torch.mul, R_0 if S else None, shared.scale)
     return draft.plan("hopper", dq, dk, dv, dg, None, dS0)

@@ -23,25 +23,12 @@ those of `chunk_decays` in portable/gla_forward.py, but a strong chunk has the s
 multiplier leaves out the chunk's pairs, the transformer sets a flag, and `mend` of the portable file adds the pairs.
 
 The roles meet at barriers in shared memory (`Barriers`), three for each of STAGES stages. In the order of ring.py, with
-chunks for rounds, they are `ready`, `hat`, `empty`.
-
-*Arrivals.* One thread arrives for its role. Before that the compiler lets all warps of the role meet (`bar.sync`), and
-`make compile` checks that it does.
+chunks for rounds, they are `ready`, `hat`, `empty`. What ring.py says of arrivals, bytes, fences and products holds in
+all Hopper kernels.
 
 Gates in float32 are twice as large, and have one tile instead of one a stage. Its barrier `taken` (transformer ->
 loader), after `ready` in the order above, has one stage: before it asks for the gates of chunk i the loader waits for
 phase i - 1, of parity (i & 1) ^ 1. It does so last, when the chunk's other tiles are on their way.
-
-*Barriers own their bytes.* Between `init` and `invalidate` the hardware may write a barrier's state to its bytes at any
-time, while Gluon gives bytes away after the last use that it sees in the program. A barrier that no role waits for
-would be free at once, and its bytes would become somebody's addresses. So a variant makes only the barriers that its
-roles use, and invalidates them after the roles.
-
-*Proxies.* The copy engine and WGMMA see what threads have written to shared memory only after a fence of these threads.
-So a fence follows every store into a tile that they read, or write over, before the barrier.
-
-*Products.* With is_async a product runs while threads go on; warpgroup_mma_wait(n, [x]) waits until x is there and at
-most n products run.
 
 Limits: 16-bit tokens, all rows of a multiple of 16 bytes, K <= 128, V <= 512.
 """
@@ -138,14 +125,13 @@ def transformer(
         b_k = stages.k.index(s).reshape([C, BK])
         b_g = stages.g.index(0 if WIDE else s).reshape([C, BK])
         remaining = end - begin - chunk_of(i, n, REVERSE) * C  # rows
-        if PACKED:
-            if remaining < C:
-                keep_rows(b_k, remaining, of_x)
-                keep_rows(stages.v.index(s).reshape([C, BV]), remaining, of_v)
-                keep_rows(b_g, remaining, of_x)
-                if FLOAT16 and q is not None:  # the largest pair scales all pairs of the chunk
-                    keep_rows(stages.q.index(s).reshape([C, BK]), remaining, of_x)
-                fence_async_shared()
+        if PACKED and remaining < C:  # the rest is another sequence's
+            keep_rows(b_k, remaining, of_x)
+            keep_rows(stages.v.index(s).reshape([C, BV]), remaining, of_v)
+            keep_rows(b_g, remaining, of_x)
+            if FLOAT16 and q is not None:  # the largest pair scales all pairs of the chunk
+                keep_rows(stages.q.index(s).reshape([C, BK]), remaining, of_x)
+            fence_async_shared()
         zeros, zeros_r = gl.zeros([C, BK], gl.float32, of_x), gl.zeros([BK, 16], gl.float32, of_r)
         if WIDE:  # `gate_sums` in two bf16 parts, one after the other through the same tile
             gates = b_g.load(of_x)  # [C, BK]
@@ -377,7 +363,7 @@ def walk(
         [WT, 1],
         [REGISTERS, 24],
     )
-    # all roles are done: until here the barriers' bytes are theirs
+    # all roles are done: until here the barriers' bytes are theirs (ring.py)
     invalidate((empty, ready, hat))
     if g.dtype == gl.float32:
         invalidate_stages(taken)
@@ -413,11 +399,12 @@ class HopperCall(GlaCall):
         C, BK, BV, H, K, V, roles = self.C, self.BK, self.BV, self.H, self.K, self.V, ROLES[self.BK]
         self.draft.launch(
             walk, cdiv(V, BV) * H * slots(self.B, self.T, self.cu, L),
-            box(x.q, C, BK) if o else None, box(x.k, C, BK), box(v, C, BV), box(x.g, C, BK),
-            x.strong if o else None, box(o, C, BV) if o else None, o, S_in, S_out,
-            box(states, BK, BV) if states else None, decay, self.cu, self.N, self.T, L, H, K, V, self.scale,
-            C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier, WT=roles.transformer, REVERSE=reverse,
-            LIMIT=self.limit, REGISTERS=roles.of_transformer, num_warps=roles.multiplier, maxnreg=roles.registers,
+            q=box(x.q, C, BK) if o else None, k=box(x.k, C, BK), v=box(v, C, BV), g=box(x.g, C, BK),
+            strong=x.strong if o else None, o=box(o, C, BV) if o else None, p_o=o, S_in=S_in, S_out=S_out,
+            states=box(states, BK, BV) if states else None, decay=decay, cu=self.cu, N=self.N, T=self.T, L=L, H=H,
+            K=K, V=V, scale=self.scale, C=C, BK=BK, BV=BV, STAGES=roles.stages, W=roles.multiplier,
+            WT=roles.transformer, REVERSE=reverse, LIMIT=self.limit, REGISTERS=roles.of_transformer,
+            num_warps=roles.multiplier, maxnreg=roles.registers,
         )
 
 
@@ -441,10 +428,12 @@ def plan_forward(hardware: Hardware, call) -> Plan:
         draft.because(why)
         draft.because("bfloat16, from states of zeros: the kernel of the page gla_ref/pages/gla_hopper.py")
         o, S_T = draft.new("o", *v.shape, dtype=v.dtype), draft.new("S_T", shared.B, shared.H, K, V)
-        roles, boxes = ROLES[shared.BK], (box(q, C, K), box(k, C, K), box(v, C, V), box(g, C, K), box(o, C, V))
+        roles = ROLES[shared.BK]
         draft.launch(
-            walk_of_page, shared.B * shared.H, *boxes, S_T, strong, shared.T, shared.H, shared.scale,
-            K=K, V=V, STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
+            walk_of_page, shared.B * shared.H,
+            q=box(q, C, K), k=box(k, C, K), v=box(v, C, V), g=box(g, C, K), o=box(o, C, V), S_last=S_T, strong=strong,
+            T=shared.T, H=shared.H, scale=shared.scale, K=K, V=V,
+            STAGES=roles.stages, num_warps=roles.multiplier, maxnreg=roles.registers,
         )
     else:
         x, S_in = Readers(q, k, g=g, strong=strong), draft.contiguous(S, torch.float32)

@@ -21,11 +21,12 @@ from which products take their first operands; only o passes through shared memo
 maps of segments (`walk` without q, P and o) are those of delta_ahead.py.
 
 Bytes per chunk and value head at K = V = 128: each program of `walk` reads 64 KiB and writes 8, for maps it reads 40.
-Shared memory: 201 KiB, three stages. Limits: tokens in bfloat16, K and V of 64 or 128.
+Shared memory: 202 KiB, three stages. Limits: tokens in bfloat16, K and V of 64 or 128.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -73,15 +74,12 @@ def loader(boxes, tiles, bars, part):
     """Bring each chunk; columns beyond U come as zeros."""
     of_k: gl.constexpr = boxes.k.block_type.nbytes  # bytes of a tile; q and W have as many
     of_U: gl.constexpr = boxes.U.block_type.nbytes + boxes.through.block_type.nbytes
-    of_P: gl.constexpr = boxes.P.block_type.nbytes if boxes.q is not None else 0
+    of_o: gl.constexpr = of_k + boxes.P.block_type.nbytes if boxes.q is not None else 0  # q and P
     for i in range(part.n):
         s, i_t = i % STAGES, (part.i_c + i) * part.HV + part.i_h
         mbarrier.wait(bars.done.index(s), ((i // STAGES) & 1) ^ 1)
         bar = bars.ready.index(s)  # completes when so many bytes are there
-        if boxes.q is not None:
-            mbarrier.expect(bar, 3 * of_k + of_U + of_P)
-        else:
-            mbarrier.expect(bar, 2 * of_k + of_U)
+        mbarrier.expect(bar, 2 * of_k + of_U + of_o)
         copy_in(boxes.W, [i_t, 0, 0, 0], bar, tiles.W.index(s))
         if boxes.q is not None:
             copy_in(boxes.q, [i_t, 0, 0, 0], bar, tiles.q.index(s))
@@ -103,18 +101,18 @@ def keep_state(box, tile, low, i_t, o_v):
 
 @gluon.jit
 def walker(
-    made, tiles, bars, part, scale, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, PACKED: gl.constexpr
+    results, tiles, bars, part, scale, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, PACKED: gl.constexpr
 ):
     """(1) for a part, from the first state to the last: o, or w and the states before chunks, or a map."""
-    READ: gl.constexpr = 1 if made.rows is not None else 0  # products for o, under way after the state's
-    KEPT: gl.constexpr = made.d_states is not None
+    READ: gl.constexpr = 1 if results.rows is not None else 0  # products for o, under way after the state's
+    KEPT: gl.constexpr = results.d_states is not None
     dtype: gl.constexpr = tiles.k.dtype
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])  # [BV, K]
     left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
     left_S: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     none = gl.zeros([BV, C], gl.float32, narrow)
-    S = load_state(made.first, part, K, W, wide, None if READ or KEPT else V)
+    S = load_state(results.first, part, K, W, wide, None if READ or KEPT else V)
     for i in range(part.n):
         s, o_t = i % STAGES, part.begin + i * C
         b_k, b_W = tiles.k.index(s).reshape([C, K]), tiles.W.index(s).reshape([C, K])
@@ -126,7 +124,7 @@ def walker(
             b_q = tiles.q.index(s).reshape([C, K])
             b_o = warpgroup_mma(low, b_q.permute((1, 0)), none, use_acc=False, is_async=True)  # (q^ S)^T
         if KEPT:
-            keep_state(made.d_states, tiles.state, low_S, (part.i_c + i) * part.HV + part.i_h, part.o_v)
+            keep_state(results.d_states, tiles.state, low_S, (part.i_c + i) * part.HV + part.i_h, part.o_v)
         u = tiles.U.index(s).reshape([C, BV]).permute((1, 0)).load(narrow)
         S *= tiles.through.index(s).reshape([1, K]).load(wide)
         x = warpgroup_mma_wait(READ, deps=[x])
@@ -148,12 +146,12 @@ def walker(
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
         if READ:
-            send_rows(made, tiles.rows, b_o, o_t, part, V, narrow, PACKED)
+            send_rows(results, tiles.rows, b_o, o_t, part, V, narrow, PACKED)
         if KEPT:
-            copy_out(made.d_rows, [(part.i_c + i) * part.HV + part.i_h, 0, 0, part.o_v], tiles.rows)
+            copy_out(results.d_rows, [(part.i_c + i) * part.HV + part.i_h, 0, 0, part.o_v], tiles.rows)
     tma.store_wait(0)
-    if made.last is not None:
-        gl.store(state_rows(made.last, part.i_s, part.i_h, part.o_v, part.HV, K, W, wide), S)
+    if results.last is not None:
+        gl.store(state_rows(results.last, part.i_s, part.i_h, part.o_v, part.HV, K, W, wide), S)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -182,10 +180,10 @@ def walk(
     bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 
-    made, boxes = Results(S_in, S_out, None, o, None, d_o), Tiles(q, k, d_W, d_U, d_P, through)
+    results, boxes = Results(S_in, S_out, None, o, None, d_o), Tiles(q, k, d_W, d_U, d_P, through)
     gl.warp_specialize(
         [
-            (walker, (made, tiles, bars, part, scale, K, V, W, cu is not None)),
+            (walker, (results, tiles, bars, part, scale, K, V, W, cu is not None)),
             (loader, (boxes, tiles, bars, part)),
         ],
         [4],
@@ -200,6 +198,8 @@ CHUNK = 1.0  # microseconds of a chunk of `walk`, where few programs run
 L2 = 6.5e6  # bytes per microsecond for the programs of all multiprocessors together
 CARRY, LAUNCHES = 8.0, 8.0  # microseconds of `carry_maps` per segment, and of two more launches: estimates
 ROW = gl.NVMMASharedLayout(0, 32, 4)  # of numbers in float32, in their order
+
+Prepared = namedtuple("Prepared", "q k d_W d_U d_P through")  # boxes of q^, k~, W, U, P, e^(b_C), as walks take them
 
 
 def duration(hardware: Hardware, K: int, V: int, heads: int, chunks: int, length: int) -> float:
@@ -227,42 +227,43 @@ def choose(hardware: Hardware, K: int, V: int, heads: int, chunks: int, path: st
 def prepared(
     shared: delta_chunk.Shared, q: Spec, k: Spec, v: Spec, g: Spec, beta: Spec,
     inverses: Spec | None = None, LEAST: float = 0.0,
-) -> tuple[Box, ...]:
-    """What `prepare` makes of all chunks, as boxes of a walk: q^, k~, W, U, P, e^(b_C). `inverses` get T."""
+) -> Prepared:
+    """Launch `prepare` and `mend` of all chunks; `inverses` get T."""
     draft, K, V, n = shared.draft, shared.K, shared.V, shared.slots
     q_hat, k_til, W = (draft.new(name, n, C.value, 1, K, dtype=q.dtype) for name in ("q_hat", "k_til", "W"))
     U, P = draft.new("U", n, C.value, 1, V, dtype=q.dtype), draft.new("P", n, C.value, 1, C.value, dtype=q.dtype)
     through, strong = draft.new("through", n, 1, 1, K), draft.new("strong", n, dtype=torch.int32)
-    d_T = None if inverses is None else box(inverses, C.value, C.value)
+    halves = {"q": q, "k": k, "v": v, "g": g, "k_til": k_til, "d_W": W, "d_U": U, "d_P": P, "d_T": inverses}
+    s_bb, s_bt, s_bh = beta.strides
     launch_prepare(
-        draft, tuple(box(x, C.value, 64) for x in (q, k, v, g)), beta, box(q_hat, C.value, 64),
-        (*(box(x, C.value, 64) for x in (k_til, W, U, P)), d_T), through, strong, shared.cu,
+        draft, box(q_hat, C.value, 64), through, strong,
+        **{name: box(x, C.value, 64) if x else None for name, x in halves.items()},
+        beta=beta, s_bb=s_bb, s_bt=s_bt, s_bh=s_bh, cu=shared.cu,
         N=shared.N, T=shared.T, HV=shared.H, G=shared.G, K=K, V=V, LEAST=LEAST,
     )
     return boxes_of(q_hat, k_til, W, U, P, through)
 
 
-def boxes_of(q_hat: Spec, k_til: Spec, W: Spec, U: Spec, P: Spec, through: Spec) -> tuple[Box, ...]:
+def boxes_of(q_hat: Spec, k_til: Spec, W: Spec, U: Spec, P: Spec, through: Spec) -> Prepared:
     """What `prepare` makes, as boxes of a walk."""
     K = W.shape[3]
     widths = (q_hat, K), (k_til, K), (W, K), (U, BV.value), (P, C.value)
-    return *(box(x, C.value, width) for x, width in widths), boxed(through, 1, K)._replace(layout=ROW)
+    return Prepared(*(box(x, C.value, width) for x, width in widths), boxed(through, 1, K)._replace(layout=ROW))
 
 
-def launcher(shared: delta_chunk.Shared, boxes: tuple[Box, ...]) -> Callable:
+def launcher(shared: delta_chunk.Shared, boxes: Prepared) -> Callable:
     """`launch_walk` of delta_ahead.py's `launch_walks` and `launch_maps`, from the boxes of `prepared`."""
-    d_q, d_k, d_W, d_U, d_P, d_through = boxes
-    H, N, T, cu = shared.H, shared.N, shared.T, shared.cu
 
     def launch_walk(
-        L: int, columns: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None, d_U: Box = d_U
+        L: int, columns: int, S_in: Spec | None, S_out: Spec | None, o: Spec | None, d_U: Box = boxes.d_U
     ) -> None:
         """`walk` over segments of L tokens, whose states have so many columns; without o, their maps."""
         V, d_o = (o.shape[3], box(o, C.value, BV.value)) if o else (shared.V, None)
+        read = boxes._replace(d_U=d_U) if o else boxes._replace(q=None, d_P=None)
         shared.draft.launch(
-            walk, (V if o else columns) // BV.value * H * slots(shared.B, T, cu, L),
-            d_q if o else None, d_k, d_W, d_U, d_P if o else None, d_through, d_o,
-            o, S_in, S_out, cu, N, T, L, H, shared.scale,
+            walk, (V if o else columns) // BV.value * shared.H * slots(shared.B, shared.T, shared.cu, L),
+            **read._asdict(), d_o=d_o, o=o, S_in=S_in, S_out=S_out,
+            cu=shared.cu, N=shared.N, T=shared.T, L=L, HV=shared.H, scale=shared.scale,
             K=shared.K, V=V, W=columns, REGISTERS=24, num_warps=4, maxnreg=REGISTERS,
         )
 
@@ -285,14 +286,14 @@ def plan_forward(hardware: Hardware, call) -> Plan:
 def plan_maps(hardware: Hardware, call) -> Plan:
     """(X, M, reads) of `launch_maps`, and all that `plan_resumed` takes."""
     shared = delta_chunk.begin(hardware, call)
-    made = prepared(shared, *call[:5])
-    maps = delta_ahead.launch_maps(shared, launcher(shared, made), call.k, BV.value, call.reads)
-    return shared.draft.plan("hopper", *maps, *(x.tensor for x in made))
+    boxes = prepared(shared, *call[:5])
+    maps = delta_ahead.launch_maps(shared, launcher(shared, boxes), call.k, BV.value, call.reads)
+    return shared.draft.plan("hopper", *maps, *(x.tensor for x in boxes))
 
 
 def plan_resumed(hardware: Hardware, call) -> Plan:
     """(o, final state) of a call whose chunks `plan_maps` has prepared, in one go."""
-    shared, made = delta_chunk.begin(hardware, call), boxes_of(*call[6:12])
+    shared, boxes = delta_chunk.begin(hardware, call), boxes_of(*call[6:12])
     o, S_T = shared.draft.like("o", call.v), shared.draft.like("S_T", call.initial_state)
-    launcher(shared, made)(shared.T + 1, shared.V, shared.S_in, S_T, o)
+    launcher(shared, boxes)(shared.T + 1, shared.V, shared.S_in, S_T, o)
     return shared.draft.plan("hopper", o, S_T)

@@ -35,8 +35,7 @@ loop depend on `never`, a zero that the compiler does not know: descriptors and 
 are spilled. And waits name the sums so far among what must be there (`deps`), so that a block's sums are finished one
 block later.
 
-The launches, each of which waits for the one before: `prepare` and `mend` of kda_prepare.py, `walks`, `gradients`,
-`mend_gradients`. Nothing of the forward pass is kept but its inputs. Each sequence is walked in one go.
+Nothing of the forward pass is kept but its inputs. Each sequence is walked in one go.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from .kda_forward import prepared
 from .kda_prepare import FLAT, FLAT_2, LIMIT, SQUARE, WIDE
 from .kda_walks import walks
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, add, behind, blocks_of_16, box, keep_rows, store_own_rows, which_segment
+from .tiles import LOG2E, add, blocks_of_16, box, exclusive, keep_rows, store_own_rows, which_segment
 
 BK = gl.constexpr(32)  # channels at a time
 LEAST = gl.constexpr(2.0**-40)  # strengths below it in size count as it
@@ -132,10 +131,8 @@ def four(x):
     even, odd = gl.split(y)  # [64, 16, 2], by the last axis: blocks 0, 2 and 1, 3
     x_0, x_2 = gl.split(even)
     x_1, x_3 = gl.split(odd)
-    return (
-        gl.convert_layout(x_0, LEFT), gl.convert_layout(x_1, LEFT), gl.convert_layout(x_2, LEFT),
-        gl.convert_layout(x_3, LEFT),
-    )
+    x_0, x_1 = gl.convert_layout(x_0, LEFT), gl.convert_layout(x_1, LEFT)
+    return x_0, x_1, gl.convert_layout(x_2, LEFT), gl.convert_layout(x_3, LEFT)
 
 
 @gluon.jit
@@ -309,7 +306,7 @@ def over_gates(y_e, y_n, o_f, kept, table, tables, t_tail, tails):
     all_e, all_n = gl.sum(y_e, 1), gl.sum(y_n, 1)  # [4, BK]
     y_e = y_e - y_n
     # in t's block: writes before t, less all but the reads from t on
-    before, _ = gl.associative_scan((gl.zeros_like(y_e), y_e), 1, behind)
+    before, _ = gl.associative_scan((gl.zeros_like(y_e), y_e), 1, exclusive)
     tables.index(3).store(all_e)
     tails.store(all_n)
     e_0, e_1, e_2 = table.index(12).load(OF_D), table.index(13).load(OF_D), table.index(14).load(OF_D)
@@ -484,27 +481,29 @@ def plan_backward(hardware: Hardware, call) -> Plan:
     do, scale = draft.gradient_of_o(v, call.do, shared.scale)
     n, low, c = shared.slots, q.dtype, C.value
     Ts = draft.new("T", n, c, 1, c, dtype=low)
-    made = prepared(shared, q, k, v, g, beta, Ts, LEAST.value)
+    boxes = prepared(shared, q, k, v, g, beta, Ts, LEAST.value)
     w, e = (draft.new(name, n, c, 1, V, dtype=low) for name in "we")
     states, dstates = (draft.new(name, n, K, 1, V, dtype=low) for name in ("states", "dstates"))
     R_0 = draft.new("R_0", N, H, K, V) if call.initial_state else None
-    programs = V // BV.value * H * N
+    R_in, programs = gradient_of_state(draft, call.dS, scale), V // BV.value * H * N
     draft.launch(
-        walks, 2 * programs, *made, box(do, c, BV.value),
-        shared.S_in, box(states, K, BV.value), box(w, c, BV.value),
-        gradient_of_state(draft, call.dS, scale), R_0, box(dstates, K, BV.value), box(e, c, BV.value),
-        cu, programs, N, T, T + 1, H, K=K, V=V, REGISTERS=24, num_warps=4, maxnreg=128,
+        walks, 2 * programs, **boxes._asdict(), do=box(do, c, BV.value),
+        S_in=shared.S_in, d_states=box(states, K, BV.value), d_w=box(w, c, BV.value),
+        R_in=R_in, R_out=R_0, d_dstates=box(dstates, K, BV.value), d_e=box(e, c, BV.value),
+        cu=cu, n_forwards=programs, N=N, T=T, L=T + 1, HV=H, K=K, V=V, REGISTERS=24, num_warps=4, maxnreg=128,
     )
     dq, dk = (draft.new(f"d{name}", *v.shape[:3], K, dtype=low) for name in "qk")
     dv, dbeta, dg = draft.new("dv", *v.shape, dtype=low), draft.like("dbeta", beta), None
     if call.need_dg:
         dg = draft.new("dg", *g.shape, dtype=g.dtype)
     is_mild, strong = draft.new("is_mild", n, 4, K, dtype=torch.int8), draft.new("strong_too", n, dtype=torch.int32)
-    width = BK.value
+    (s_bb, s_bt, s_bh), width = beta.strides, BK.value
     draft.launch(
-        gradients, n, *(box(x, c, width) for x in (q, k, g)), *(box(x, c, 64) for x in (do, w, e, Ts)),
-        box(states, width, 64), box(dstates, width, 64), beta, *beta.strides, box(dq, c, width), box(dk, c, width),
-        box(dv, c, 64), dq, dk, dv, dg, dbeta, is_mild, strong, cu, N, T, H, shared.G, scale, 0,
+        gradients, n, q=box(q, c, width), k=box(k, c, width), g=box(g, c, width), do=box(do, c, 64),
+        d_w=box(w, c, 64), d_e=box(e, c, 64), d_T=box(Ts, c, 64), d_S=box(states, width, 64),
+        d_R=box(dstates, width, 64), beta=beta, s_bb=s_bb, s_bt=s_bt, s_bh=s_bh, d_dq=box(dq, c, width),
+        d_dk=box(dk, c, width), d_dv=box(dv, c, 64), dq=dq, dk=dk, dv=dv, dg=dg, dbeta=dbeta, is_mild=is_mild,
+        strong=strong, cu=cu, N=N, T=T, HV=H, G=shared.G, scale=scale, zero=0,
         K=K, V=V, num_warps=4, maxnreg=REGISTERS,
     )
     launch_mend(draft, q, k, g, do, Ts, w, e, is_mild, strong, dq, dk, dg, cu, N, shared.G, scale)

@@ -29,7 +29,7 @@ For a gradient T leaves too (`d_T`), and strengths below LEAST in size count as 
 A program has one role: it waits at `ready`, once for each half of the channels and once for v, which comes to q's place
 while the inverse (delta_inverse.py) is made; nobody waits for it. Packed sequences: rows of the next sequence are zeros
 here, gates too. Bytes per chunk and value head at K = V = 128, bf16, gates float32: 80 KiB in, 72 out. Shared memory:
-74 KiB, two programs a multiprocessor.
+68 KiB, two programs a multiprocessor.
 """
 
 from __future__ import annotations
@@ -75,19 +75,15 @@ FLAT_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def put(tile, x, layout: gl.constexpr):
-    """x [4, 16, 64] to a tile [64, 64]."""
-    tile.store(gl.convert_layout(x.to(tile.dtype).reshape([C, HALF]), layout))
+def load_blocks(tile):
+    """A tile [64, 64] as [4, 16, 64], in float32."""
+    return gl.convert_layout(tile.load(COL).to(gl.float32).reshape([4, 16, HALF]), THREE)
 
 
 @gluon.jit
-def add_columns(A, P, k_s, q_s, factors, right, J: gl.constexpr):
-    """Add the pairs of a half's channels to the columns of block J: k_s, q_s [4, 16, 64], factors [4, 64]."""
-    f = factors.index(J).load(OF_FRAG)[:, None, :]
-    R = right.index(J).permute((1, 0)).load(RIGHT)
-    A = mma_v2(gl.convert_layout((k_s * f).reshape([C, HALF]), LEFT), R, A)
-    P = mma_v2(gl.convert_layout((q_s * f).reshape([C, HALF]), LEFT), R, P)
-    return A, P
+def put(tile, x, layout: gl.constexpr):
+    """x [4, 16, 64] to a tile [64, 64]."""
+    tile.store(gl.convert_layout(x.to(tile.dtype).reshape([C, HALF]), layout))
 
 
 @gluon.jit
@@ -97,12 +93,29 @@ def whole(x):
 
 
 @gluon.jit
-def store_factors(tile, J: gl.constexpr, exponents, b, OTHERS: gl.constexpr):
-    """Powers of 2 [4, 64] of a tile's row J, of 16 bits; with OTHERS 0 in block J."""
-    f = gl.exp2(exponents)
-    if OTHERS:
-        f = gl.where(b == J, 0.0, f)
-    tile.index(J).store(f.to(tile.dtype))
+def sum_gates(n: gl.constexpr, t_q, t_k, t_g, ready, g, i_b, i_h, o_t, stop, N_K: gl.constexpr, PACKED: gl.constexpr):
+    """Wait for half n; its gates' running sums in each block, in base 2 [4, 16, 64]. Ask for the next half's gates."""
+    mbarrier.wait(ready.index(n), 0)
+    b_K, b_Q = t_k.index(n).reshape([C, HALF]), t_q.index(n).reshape([C, HALF])
+    if PACKED and stop - o_t < C:  # the rest is another sequence's
+        keep_rows(b_K, stop - o_t, COL)
+        keep_rows(b_Q, stop - o_t, COL)
+        keep_rows(t_g.index(0).reshape([C, HALF]), stop - o_t, COL)
+    b_g = t_g.index(0).reshape([C, HALF]).load(COL).to(gl.float32)
+    if n + 1 < N_K:  # the gates have one tile
+        fence_async_shared()
+        barrier()
+        copy_in(g, [i_b, i_h, o_t, (n + 1) * HALF], ready.index(n + 1), t_g.index(0))
+    b_g = gl.where(b_g < FLOOR, FLOOR, b_g) * LOG2E  # NaN is not below, and stays
+    b_g = gl.convert_layout(b_g.reshape([4, 16, HALF]), THREE)
+    return gl.associative_scan(b_g, 1, add)
+
+
+@gluon.jit
+def four_rows(D, t_D):
+    """The rows of D [4, 64] by themselves, by way of t_D."""
+    reinterpret(t_D, gl.float32, [4, HALF], FLAT_2).store(D)
+    return t_D.index(0).load(OF_D), t_D.index(1).load(OF_D), t_D.index(2).load(OF_D), t_D.index(3).load(OF_D)
 
 
 @gluon.jit
@@ -118,53 +131,52 @@ def to_border(x, n: gl.constexpr):
 
 
 @gluon.jit
-def meet(total, more, n: gl.constexpr, J: gl.constexpr):
+def meet(total, x, right, n: gl.constexpr, J: gl.constexpr):
     """Add to columns of block J the pairs inside the block that meet at level n."""
+    more = mma_v2(x, right.index(J).permute((1, 0)).load(RIGHT), gl.zeros([64, 16], gl.float32, MMA))
     i = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))[:, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))[None, :] + 16 * J
     return gl.where((i > j) & (((i ^ j) >> n) == 1), total + more, total)
 
 
 @gluon.jit
-def add_level(X_0, X_1, X_2, X_3, tile, t_R, n: gl.constexpr):
+def add_level(X, tile, right, n: gl.constexpr):
     """Add a level's pairs to the four blocks of columns."""
-    none = gl.zeros([64, 16], gl.float32, MMA)
-    x = tile.reshape([C, HALF]).load(LEFT)
-    X_0 = meet(X_0, mma_v2(x, t_R.index(0).permute((1, 0)).load(RIGHT), none), n, 0)
-    X_1 = meet(X_1, mma_v2(x, t_R.index(1).permute((1, 0)).load(RIGHT), none), n, 1)
-    X_2 = meet(X_2, mma_v2(x, t_R.index(2).permute((1, 0)).load(RIGHT), none), n, 2)
-    X_3 = meet(X_3, mma_v2(x, t_R.index(3).permute((1, 0)).load(RIGHT), none), n, 3)
-    return X_0, X_1, X_2, X_3
+    x, added = tile.reshape([C, HALF]).load(LEFT), ()
+    for J in gl.static_range(4):
+        added += (meet(X[J], x, right, n, J),)
+    return added
 
 
 @gluon.jit
-def put_decayed(tile, x, E):
-    """The raw tile x times decays E [4, 16, 64], to a tile."""
-    b_x = gl.convert_layout(x.load(COL).to(gl.float32).reshape([4, 16, 64]), THREE) * E
-    tile.store(gl.convert_layout(b_x.to(tile.dtype).reshape([64, 64]), COL))
+def add_levels(A, P, x, b_K, b_Q, t_two, right):
+    """Add the pairs inside blocks, level by level: both tokens decay to the border at which they meet."""
+    for level in gl.static_range(4):
+        E = to_border(x, level)
+        put(t_two.index(0).reshape([C, HALF]), load_blocks(b_K) * E, COL)
+        put(t_two.index(1).reshape([C, HALF]), load_blocks(b_Q) * E, COL)
+        A = add_level(A, t_two.index(0), right, level)
+        P = add_level(P, t_two.index(1), right, level)
+    return A, P
 
 
 @gluon.jit
-def begin_product(t_T, tile):
-    """Begin T x of a tile [1, 1, 64, 64]."""
-    zeros = gl.zeros([64, 64], gl.float32, WIDE)
-    return warpgroup_mma(t_T.reshape([64, 64]), tile.reshape([64, 64]), zeros, use_acc=False, is_async=True)
+def store_factors(tile, J: gl.constexpr, exponents, b, OTHERS: gl.constexpr):
+    """Powers of 2 [4, 64] of a tile's row J, of 16 bits; with OTHERS 0 in block J."""
+    f = gl.exp2(exponents)
+    if OTHERS:
+        f = gl.where(b == J, 0.0, f)
+    tile.index(J).store(f.to(tile.dtype))
 
 
 @gluon.jit
-def joined(x_0, x_1, x_2, x_3):
-    """Four blocks of columns [64, 16] side by side."""
-    x = gl.join(gl.join(x_0, x_1), gl.join(x_2, x_3))  # [64, 16, 2, 2]
-    return gl.convert_layout(x.permute((0, 3, 2, 1)).reshape([64, 64]), WIDE)
-
-
-@gluon.jit
-def store_decays(t_F, D, D_0, D_1, D_2, D_3, b, STRONG: gl.constexpr):
-    """Powers of 2 between blocks to t_F, from the blocks' sums of gates D [4, 64] and each of them [64].
+def store_decays(t_F, D, sums, b, STRONG: gl.constexpr):
+    """Powers of 2 between blocks to t_F, from the blocks' sums of gates D [4, 64], and `sums`, each of them [64].
 
     Returns the chunk's sum, the sums before each block, those in whole numbers, and the blocks' middles, or their ends.
     """
     MIDDLE: gl.constexpr = 1.0 if STRONG else 0.5
+    D_0, D_1, D_2, D_3 = sums
     to_2 = D_0 + D_1
     to_3, all_D = to_2 + D_2, to_2 + (D_2 + D_3)
     n_1, n_2, n_3 = whole(D_0), whole(to_2), whole(to_3)
@@ -177,6 +189,77 @@ def store_decays(t_F, D, D_0, D_1, D_2, D_3, b, STRONG: gl.constexpr):
     store_factors(t_F, 3, n_b - (n_3 + m_3)[None, :], b, STRONG)
     store_factors(t_F, 4, n_b, b, False)
     return all_D, begin, n_b, m
+
+
+@gluon.jit
+def add_own(own, t_q, t_k):
+    """Add the products of each block's q and k as they are, of whose sums P takes the diagonal."""
+    blocks_k = reinterpret(t_k, t_k.dtype, [4, 16, HALF], CUBE).permute((0, 2, 1)).load(RIGHT_OWN)
+    blocks_q = reinterpret(t_q, t_q.dtype, [4, 16, HALF], CUBE).load(LEFT_OWN)
+    return mma_v2(blocks_q, blocks_k, own)
+
+
+@gluon.jit
+def scale_left(b_K, b_Q, b_k, y):
+    """k 2^y and q 2^y, rounded once, in the places of k and q and as [4, 16, 64] in registers."""
+    s = gl.exp2(y)
+    b_q = load_blocks(b_Q)
+    put(b_K, b_k * s, COL)
+    put(b_Q, b_q * s, COL)
+    k_s = gl.convert_layout(b_K.load(LEFT).reshape([4, 16, HALF]), FRAG)
+    return k_s, gl.convert_layout(b_Q.load(LEFT).reshape([4, 16, HALF]), FRAG)
+
+
+@gluon.jit
+def add_columns(A, P, k_s, q_s, factors, right):
+    """Add a half's pairs to four blocks of columns: k_s, q_s [4, 16, 64]. Rows above a block are masked in the end."""
+    added_A, added_P = (), ()
+    for J in gl.static_range(4):
+        f = factors.index(J).load(OF_FRAG)[:, None, :]
+        R = right.index(J).permute((1, 0)).load(RIGHT)
+        added_A += (mma_v2(gl.convert_layout((k_s * f).reshape([C, HALF]), LEFT), R, A[J]),)
+        added_P += (mma_v2(gl.convert_layout((q_s * f).reshape([C, HALF]), LEFT), R, P[J]),)
+    return added_A, added_P
+
+
+@gluon.jit
+def joined(X):
+    """Four blocks of columns [64, 16] side by side."""
+    x = gl.join(gl.join(X[0], X[1]), gl.join(X[2], X[3]))  # [64, 16, 2, 2]
+    return gl.convert_layout(x.permute((0, 3, 2, 1)).reshape([64, 64]), WIDE)
+
+
+@gluon.jit
+def store_P(P, own, o_i, o_j, t_D, d_P):
+    """A tile of P: below its diagonal the sums of pairs, on it those of `own` [4, o_i, o_j], by way of t_D."""
+    reinterpret(t_D, gl.float32, [4, 4, 16], FLAT_2).index(0).store(gl.sum(gl.where(o_i == o_j, own, 0.0), 2))
+    i, j = row_column(C, WIDE)
+    P_own = gl.where(i == j, t_D.index(0).load(gl.SliceLayout(1, WIDE))[:, None], 0.0)
+    P = gl.where(i > j, joined(P), P_own)
+    t_P = gl.allocate_shared_memory(d_P.dtype, [1, 1, C, C], d_P.layout)
+    t_P.reshape([C, C]).store(P.to(d_P.dtype))
+    return t_P
+
+
+@gluon.jit
+def store_T(A, t_beta, d_P):
+    """A tile of T = (I + A)^-1 diag(beta), from the sums of pairs, which lack beta."""
+    i, j = row_column(C, WIDE)
+    strength = -t_beta.load(gl.SliceLayout(1, WIDE))[:, None]
+    scratch = allocate_scratch()
+    spread(gl.where(i > j, strength * joined(A), 0.0), scratch, 1)
+    eliminate(scratch, 0, 1)
+    Y = inverse(scratch, 1, WIDE) * t_beta.load(gl.SliceLayout(0, WIDE))[None, :]
+    t_T = gl.allocate_shared_memory(d_P.dtype, [1, 1, C, C], d_P.layout)
+    t_T.reshape([C, C]).store(Y.to(d_P.dtype))
+    return t_T
+
+
+@gluon.jit
+def begin_product(t_T, tile):
+    """Begin T x of a tile [1, 1, 64, 64]."""
+    zeros = gl.zeros([64, 64], gl.float32, WIDE)
+    return warpgroup_mma(t_T.reshape([64, 64]), tile.reshape([64, 64]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -205,7 +288,7 @@ def apply_T(t_T, t_k, t_v, N_K: gl.constexpr, N_V: gl.constexpr):
 
 
 @gluon.jit
-def make(
+def prepare_chunk(
     pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
     K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr, STRONG: gl.constexpr,
 ):
@@ -240,69 +323,38 @@ def make(
     b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_t + gl.arange(0, C, layout=LINE), stop)
     t_beta.store(gl.where(gl.abs(b_beta) < LEAST, LEAST, b_beta))
 
-    # compute: the pairs
+    # compute: the sums of pairs over channels, in four blocks of columns; k~ and q^ leave, k^ stays in k's place
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, OF_THREE))[:, None]
     r = gl.arange(0, 16, layout=OF_R)[None, :, None]
     o_d = gl.arange(0, HALF, layout=OF_D)
     o_i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA_OWN)))[None, :, None]
     o_j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA_OWN)))[None, None, :]
-    own = gl.zeros([4, 16, 16], gl.float32, MMA_OWN)
-    none = gl.zeros([C, 16], gl.float32, MMA)
-    A_0, A_1, A_2, A_3, P_0, P_1, P_2, P_3 = none, none, none, none, none, none, none, none
+    own, none = gl.zeros([4, 16, 16], gl.float32, MMA_OWN), gl.zeros([C, 16], gl.float32, MMA)
+    A, P = (none, none, none, none), (none, none, none, none)
     least = gl.zeros([4, HALF], gl.float32, OF_THREE)
     for n in gl.static_range(N_K):
-        mbarrier.wait(ready.index(n), 0)
         b_K, b_Q = t_k.index(n).reshape([C, HALF]), t_q.index(n).reshape([C, HALF])
-        if PACKED and stop - o_t < C:  # the rest is another sequence's
-            keep_rows(b_K, stop - o_t, COL)
-            keep_rows(b_Q, stop - o_t, COL)
-            keep_rows(t_g.index(0).reshape([C, HALF]), stop - o_t, COL)
-        b_g = t_g.index(0).reshape([C, HALF]).load(COL).to(gl.float32)
-        if n + 1 < N_K:  # the gates have one tile
-            fence_async_shared()
-            barrier()
-            copy_in(g, [i_b, i_h, o_t, (n + 1) * HALF], ready.index(n + 1), t_g.index(0))
-        b_g = gl.where(b_g < FLOOR, FLOOR, b_g) * LOG2E  # NaN is not below, and stays
-        b_g = gl.convert_layout(b_g.reshape([4, 16, HALF]), THREE)
-        x = gl.associative_scan(b_g, 1, add)
-        D = gl.sum(gl.where(r == 15, x, -0.0), 1)  # [4, 64]: the last row
+        x = sum_gates(n, t_q, t_k, t_g, ready, g, i_b, i_h, o_t, stop, N_K, PACKED)
+        D = gl.sum(gl.where(r == 15, x, -0.0), 1)  # [4, 64]: the sum of each block's gates, its last row
         least = gl.where(D < least, D, least)
-        reinterpret(t_D, gl.float32, [4, HALF], FLAT_2).store(D)
-        D_0, D_1 = t_D.index(0).load(OF_D), t_D.index(1).load(OF_D)
-        D_2, D_3 = t_D.index(2).load(OF_D), t_D.index(3).load(OF_D)
+        sums = four_rows(D, t_D)
         if n > 0:
             tma.store_wait(0)
             barrier()  # the last half's k~ has left
         if STRONG:
-            for level in gl.static_range(4):
-                E = to_border(x, level)
-                put_decayed(t_two.index(0).reshape([C, HALF]), b_K, E)
-                put_decayed(t_two.index(1).reshape([C, HALF]), b_Q, E)
-                A_0, A_1, A_2, A_3 = add_level(A_0, A_1, A_2, A_3, t_two.index(0), t_R, level)
-                P_0, P_1, P_2, P_3 = add_level(P_0, P_1, P_2, P_3, t_two.index(1), t_R, level)
+            A, P = add_levels(A, P, x, b_K, b_Q, t_two, t_R)
         # the blocks' begins, in whole numbers, and what is left of them
-        all_D, begin, n_b, m = store_decays(t_F, D, D_0, D_1, D_2, D_3, b, STRONG)
+        all_D, begin, n_b, m = store_decays(t_F, D, sums, b, STRONG)
         if not STRONG:
             gl.store(through + pid.to(gl.int64) * K + n * HALF + o_d, gl.exp2(all_D))
         y = x + (begin - n_b)[:, None, :]
-        b_k = gl.convert_layout(b_K.load(COL).to(gl.float32).reshape([4, 16, HALF]), THREE)
-        k_t = b_k * gl.exp2(m[:, None, :] - y)
-        put(t_two.index(0).reshape([C, HALF]), k_t, COL)
-        put(t_two.index(1).reshape([C, HALF]), k_t * gl.exp2(all_D[None, :] - (n_b + m))[:, None, :], COL)
-        blocks_k = reinterpret(t_k.index(n), k.dtype, [4, 16, HALF], CUBE).permute((0, 2, 1)).load(RIGHT_OWN)
-        blocks_q = reinterpret(t_q.index(n), k.dtype, [4, 16, HALF], CUBE).load(LEFT_OWN)
-        own = mma_v2(blocks_q, blocks_k, own)
-        s = gl.exp2(y)
-        b_q = gl.convert_layout(b_Q.load(COL).to(gl.float32).reshape([4, 16, HALF]), THREE)
-        put(b_K, b_k * s, COL)
-        put(b_Q, b_q * s, COL)
-        k_s = gl.convert_layout(b_K.load(LEFT).reshape([4, 16, HALF]), FRAG)
-        q_s = gl.convert_layout(b_Q.load(LEFT).reshape([4, 16, HALF]), FRAG)
-        # columns of blocks; rows above a block's are masked in the end, whatever they are
-        A_0, P_0 = add_columns(A_0, P_0, k_s, q_s, t_F, t_R, 0)
-        A_1, P_1 = add_columns(A_1, P_1, k_s, q_s, t_F, t_R, 1)
-        A_2, P_2 = add_columns(A_2, P_2, k_s, q_s, t_F, t_R, 2)
-        A_3, P_3 = add_columns(A_3, P_3, k_s, q_s, t_F, t_R, 3)
+        b_k = load_blocks(b_K)
+        right = b_k * gl.exp2(m[:, None, :] - y)
+        put(t_two.index(0).reshape([C, HALF]), right, COL)
+        put(t_two.index(1).reshape([C, HALF]), right * gl.exp2(all_D[None, :] - (n_b + m))[:, None, :], COL)  # k~
+        own = add_own(own, t_q.index(n), t_k.index(n))
+        k_s, q_s = scale_left(b_K, b_Q, b_k, y)
+        A, P = add_columns(A, P, k_s, q_s, t_F, t_R)
         f = t_F.index(4).load(OF_FRAG)[:, None, :]
         put(b_K, k_s * f, LEFT)  # k^, for W
         if not STRONG:
@@ -313,7 +365,7 @@ def make(
         if not STRONG:
             copy_out(q_hat, [pid, 0, 0, n * HALF], t_q.index(n))
 
-    # v comes while the inverse is made, to q's place
+    # load: v comes while the inverse is made, to q's place
     if N_V <= N_K:
         t_v = t_q
     else:
@@ -327,29 +379,20 @@ def make(
     if not STRONG:
         mild = gl.min(gl.min(least, 1), 0) >= LIMIT * LOG2E
         gl.store(strong + pid, 1 - mild.to(gl.int32))
-    reinterpret(t_D, gl.float32, [4, 4, 16], FLAT_2).index(0).store(gl.sum(gl.where(o_i == o_j, own, 0.0), 2))
-    i, j = row_column(C, WIDE)
-    P = gl.where(i == j, t_D.index(0).load(gl.SliceLayout(1, WIDE))[:, None], 0.0)
-    P = gl.where(i > j, joined(P_0, P_1, P_2, P_3), P)
-    t_P = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
-    t_P.reshape([C, C]).store(P.to(k.dtype))
-    strength = -t_beta.load(gl.SliceLayout(1, WIDE))[:, None]
-    scratch = allocate_scratch()
-    spread(gl.where(i > j, strength * joined(A_0, A_1, A_2, A_3), 0.0), scratch, 1)
-    eliminate(scratch, 0, 1)
-    Y = inverse(scratch, 1, WIDE) * t_beta.load(gl.SliceLayout(0, WIDE))[None, :]
-    t_T = gl.allocate_shared_memory(k.dtype, [1, 1, C, C], d_P.layout)
-    t_T.reshape([C, C]).store(Y.to(k.dtype))
+
+    # compute: P, T, W and U
+    t_P = store_P(P, own, o_i, o_j, t_D, d_P)
+    t_T = store_T(A, t_beta, d_P)
     mbarrier.wait(bar, 0)
     if PACKED and stop - o_t < C:  # T has zeros in these columns, which NaN would not heed
         for n in gl.static_range(N_V):
             keep_rows(t_v.index(n).reshape([C, HALF]), stop - o_t, COL)
     fence_async_shared()
     barrier()
-
     apply_T(t_T, t_k, t_v, N_K, N_V)
-    # the compiler gives a tile's bytes away after the last use that it sees, so nothing comes between these copies and
-    # the wait for them
+
+    # store: the compiler gives a tile's bytes away after the last use that it sees, so nothing comes between these
+    # copies and the wait for them
     fence_async_shared()
     barrier()
     copy_out(d_P, [pid, 0, 0, 0], t_P)
@@ -370,7 +413,7 @@ def prepare(
 ):
     """(1) and P of a chunk of a value head, and its flag. All but beta, through and strong are boxes of 64 columns."""
     pid = gl.program_id(0)
-    make(
+    prepare_chunk(
         pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
         K, V, LEAST, False,
     )
@@ -389,7 +432,7 @@ def mend(
         for i in range(gl.cdiv(n_flags - begin, n_programs)):
             pid = begin + i * n_programs
             if gl.load(strong + pid) != 0:
-                make(
+                prepare_chunk(
                     pid, q, k, v, g, beta, s_bb, s_bt, s_bh, None, k_til, d_W, d_U, d_P, d_T, None, strong, cu,
                     N, T, HV, G, K, V, LEAST, True,
                 )
@@ -398,18 +441,9 @@ def mend(
 # The plan.
 
 
-def launch_prepare(
-    draft: Draft, tokens: tuple[Box, ...], beta: Spec, q_hat: Box, made: tuple[Box | None, ...], through: Spec,
-    strong: Spec, cu: Spec | None, **sizes: float,
-) -> None:
-    """`prepare` of all chunks, and `mend`; tokens are q, k, v, g, made k~, W, U, P, and T or None."""
-    n = strong.shape[0]
-    draft.launch(
-        prepare, n, *tokens, beta, *beta.strides, q_hat, *made, through, strong, cu,
-        **sizes, num_warps=4, maxnreg=REGISTERS,
-    )
+def launch_prepare(draft: Draft, q_hat: Box, through: Spec, strong: Spec, **same) -> None:
+    """`prepare` of all chunks, then `mend` of those that it flags; `same`: the arguments that both take, by name."""
+    n, same = strong.shape[0], same | {"strong": strong, "num_warps": 4, "maxnreg": REGISTERS}
+    draft.launch(prepare, n, q_hat=q_hat, through=through, **same)
     n_programs = max(cdiv(n, 64), min(n, 2 * draft.hardware.multiprocessors))  # one round of them, if possible
-    draft.launch(
-        mend, n_programs, *tokens, beta, *beta.strides, *made, strong, cu, n, n_programs,
-        **sizes, num_warps=4, maxnreg=REGISTERS,
-    )
+    draft.launch(mend, n_programs, n_flags=n, n_programs=n_programs, **same)

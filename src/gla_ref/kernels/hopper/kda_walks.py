@@ -13,7 +13,7 @@ V / 64 of them per value head, the others backwards, whose round i is chunk n - 
 registers are those of kda_forward.py; a state leaves when a round begins, and has been read when `store_wait` in the
 middle of that round returns.
 
-Bytes per chunk and value head at K = V = 128: forwards 48 KiB in, backwards 72, each 48 out. Shared memory: 217 KiB.
+Bytes per chunk and value head at K = V = 128: forwards 48 KiB in, backwards 72, each 48 out. Shared memory: 218 KiB.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def back_loader(boxes, tiles, bars, part):
 
 
 @gluon.jit
-def back_walker(made, tiles, bars, part, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr):
+def back_walker(results, tiles, bars, part, K: gl.constexpr, V: gl.constexpr, PACKED: gl.constexpr):
     """(2) for a part."""
     dtype: gl.constexpr = tiles.k.dtype
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])  # [BV, C]
@@ -58,7 +58,7 @@ def back_walker(made, tiles, bars, part, K: gl.constexpr, V: gl.constexpr, PACKE
     left: gl.constexpr = gl.DotOperandLayout(0, narrow, 2)
     left_R: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     none = gl.zeros([BV, C], gl.float32, narrow)
-    R = load_state(made.first, part, K, V, wide, None)
+    R = load_state(results.first, part, K, V, wide, None)
     for i in range(part.n):
         s, c = i % STAGES, part.n - 1 - i
         o_t, i_t = part.begin + c * C, (part.i_c + c) * part.HV + part.i_h
@@ -66,13 +66,12 @@ def back_walker(made, tiles, bars, part, K: gl.constexpr, V: gl.constexpr, PACKE
         b_do, b_P = tiles.U.index(s).reshape([C, BV]), tiles.P.index(s).reshape([C, C])
         low = R.to(dtype)
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
-        if PACKED:
-            if part.end - o_t < C:  # the rest is another sequence's
-                keep_rows(b_do, part.end - o_t, narrow)
-                fence_async_shared()
+        if PACKED and part.end - o_t < C:  # the rest is another sequence's
+            keep_rows(b_do, part.end - o_t, narrow)
+            fence_async_shared()
         x = warpgroup_mma(gl.convert_layout(low, left), b_k.permute((1, 0)), none, use_acc=False, is_async=True)
         x = warpgroup_mma(b_do.permute((1, 0)), b_P, x, is_async=True)  # d^T
-        keep_state(made.d_states, tiles.state, low, i_t, part.o_v)
+        keep_state(results.d_states, tiles.state, low, i_t, part.o_v)
         R *= tiles.through.index(s).reshape([1, K]).load(wide)
         R = warpgroup_mma(b_do.permute((1, 0)), b_q, R, is_async=True)
         x = warpgroup_mma_wait(1, deps=[x])
@@ -85,10 +84,10 @@ def back_walker(made, tiles, bars, part, K: gl.constexpr, V: gl.constexpr, PACKE
         fence_async_shared()
         barrier()  # all warps' products have read the stage, and all threads' stores are fenced
         mbarrier.arrive(bars.done.index(s), count=1)
-        copy_out(made.d_rows, [i_t, 0, 0, part.o_v], tiles.rows)
+        copy_out(results.d_rows, [i_t, 0, 0, part.o_v], tiles.rows)
     tma.store_wait(0)
-    if made.last is not None:
-        gl.store(state_rows(made.last, part.i_s, part.i_h, part.o_v, part.HV, K, V, wide), R)
+    if results.last is not None:
+        gl.store(state_rows(results.last, part.i_s, part.i_h, part.o_v, part.HV, K, V, wide), R)
 
 
 @gluon.jit

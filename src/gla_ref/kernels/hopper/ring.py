@@ -1,4 +1,4 @@
-"""Barriers between the roles of a Hopper kernel, and why no role waits for ever (chapter 22).
+"""Barriers between the roles of a Hopper kernel, why no role waits for ever, and four rules (chapter 22).
 
 All roles of a program go through the same rounds in order: chunks, turns, key heads. What belongs to round n lies in
 stage s = n % STAGES of shared memory, and each kind of barrier has one for each stage, whose phase in round n is
@@ -15,7 +15,20 @@ A kernel's docstring or its `Barriers` has the kinds of barriers in an order suc
 it waits, by (a), for one that comes before, and that one ends. *No role is two phases late*, where parity would
 deceive: that is (b).
 
-*Barriers own their bytes* until they are invalidated (gla_forward.py), so roles end first.
+*Arrivals.* One thread arrives for its role. Before that the compiler lets all warps of the role meet (`bar.sync`), and
+`make compile` checks that it does.
+
+*Barriers own their bytes.* Between `init` and `invalidate` the hardware may write a barrier's state to its bytes at any
+time, while Gluon gives bytes away after the last use that it sees in the program. A barrier that no role waits for
+would be free at once, and its bytes would go to the addresses that roles share. So a variant makes only the barriers
+that its roles use, and invalidates them after the roles.
+
+*Proxies.* The copy engine and WGMMA see what threads have written to shared memory only after a fence of these threads.
+So a fence stands between every store into a tile that they read or overwrite, or load from a tile that they overwrite,
+and the arrival.
+
+*Products.* With is_async a product runs while threads go on; warpgroup_mma_wait(n, [x]) waits until x is there and at
+most n products run.
 """
 
 from __future__ import annotations

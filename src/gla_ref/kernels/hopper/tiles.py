@@ -42,8 +42,8 @@ def add(x, y):
 
 
 @gluon.jit
-def behind(sum_x, x, sum_y, y):
-    """For sums of all rows before: of two runs of numbers (sum of all but the last, the last), the same of both."""
+def exclusive(sum_x, x, sum_y, y):
+    """For exclusive sums, by a scan: of two runs of numbers (sum of all but the last, the last), the same of both."""
     return sum_x + x + sum_y, y
 
 
