@@ -36,6 +36,12 @@ def test_trials_as_long_as_the_runs_choose_two_to_four_times_the_rates():
     assert len(chosen) == 8 and all(chosen[m, True] / chosen[m, False] in (2, 4) for m, _ in chosen)
 
 
+def test_text_was_read_without_trials_at_40m_and_by_softmax_attention_without_convolutions():
+    text = records("h100", "language")
+    assert all(r["about"]["conv"] == (r["about"]["mixer"] != "softmax") for r in text)
+    assert {r["about"]["size"] for r in text if r["about"]["stage"] == "rate"} == {"10M"}
+
+
 def test_a_step_is_fastest_compiled_then_ours_then_fla_then_softmax_at_both_sizes():
     ms = {}
     for r in records("h200", "throughput"):

@@ -1,4 +1,4 @@
-"""Judges of the exercises on experiments: baselines, intervals, comparisons (chapter 19)."""
+"""Judges of the exercises on experiments: norms, intervals, comparisons (chapter 19)."""
 
 import math
 
@@ -7,18 +7,16 @@ from ._compare import draw, hold, variants
 from ._predict import choose
 
 
-@exercise("ex-learns-baseline", "derive")
-def baseline(answer):
+@exercise("ex-learns-norm", "derive")
+def largest_epsilon(answer):
     mistakes = {
-        "The old values of the keys that are written again are in the pairs, too.": lambda pairs, again: 1 / pairs,
-        "A key that is written again has two values: one more, not two.": lambda pairs, again: 1 / (pairs + 2 * again),
-        "Only values are drawn, not keys.": lambda pairs, again: 1 / (2 * (pairs + again)),
-        "The old values are in the pairs, too: added, not taken away.": lambda pairs, again: 1 / (pairs - again),
-        "A key has one right value, whether it was written once or twice.": lambda pairs, again: (
-            (pairs - again / 2) / (pairs * (pairs + again))
-        ),
+        "The share is of r, and the root has r squared: square the share, too.": lambda r, p: r**2 * (1 / p - 1),
+        "r is squared under the root.": lambda r, p: r * (1 / p**2 - 1),
+        "Under the root r squared stands beside epsilon: take it away.": lambda r, p: (r / p) ** 2,
+        "Divide by the share squared, rather than multiply.": lambda r, p: r**2 * (1 - p**2),
+        "That is the root of epsilon.": lambda r, p: r * math.sqrt(1 / p**2 - 1),
     }
-    hold(answer, [(5, 2), (16, 8), (4, 0)], lambda pairs, again: 1 / (pairs + again), mistakes, {"share": ""})
+    hold(answer, [(0.5, 0.8), (2.0, 0.9), (0.01, 0.5)], lambda r, p: r**2 * (1 / p**2 - 1), mistakes, {"epsilon": ""})
 
 
 def _interval(xs, t, *, ddof=1, root=True, spread=True):
