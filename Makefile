@@ -38,9 +38,6 @@ test-gpu: $(VENV) ## run the GPU tests with this host's driver (PYTHON=python3 u
 	  --gpu-summary benchmarks/results/test-gpu.json
 	@echo "The summary: benchmarks/results/test-gpu.json"
 
-gpu-tests:
-	@echo $(GPU_TESTS)
-
 stress-gpu: $(VENV) ## train every mixer in 14 processes on one GPU: does one die, do equal trainings stay equal (SECONDS=60)
 	$(PYTHON) tools/stress_gpu.py --record --seconds $(or $(SECONDS),60)
 
@@ -101,6 +98,6 @@ clean: ## remove what was built (the virtual environment stays)
 	.venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-.PHONY: help book test test-site test-deep nightly test-orders test-gpu gpu-tests stress-gpu compile compile-changed compile-versions \
+.PHONY: help book test test-site test-deep nightly test-orders test-gpu stress-gpu compile compile-changed compile-versions \
   test-browser test-notebooks pdf mutants bench notebooks serve lint lines clean
 .DEFAULT_GOAL := help

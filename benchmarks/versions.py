@@ -3,14 +3,12 @@
     python benchmarks/versions.py                                     # the installed Triton
     python benchmarks/versions.py --triton DIR                        # an unpacked wheel of another Triton
     python benchmarks/versions.py --assembler FILE                    # another ptxas
-    python benchmarks/versions.py --tests tests/test_kernels_gla.py --suites gla --stress 30
     python benchmarks/versions.py --suites gla --peers fla_chunk_gla --compiled DIR   # as compile_peers.py filled it
 
-Triton and its assembler are chosen when a process starts, so the GPU tests (`make test-gpu`), the trainings of
-tools/stress_gpu.py and run.py with our own contenders run as programs of their own. Writes results/<gpu>-versions.json:
-a record for each pair of versions, in which only the parts that ran are new. `tests` counts how the tests of files that
-ran together ended, and names those that failed; `stress` is True if no training died and equal ones stayed equal;
-`times` has the medians in ms of each case and its commit, with `bits`, equal where two versions gave the same results.
+Triton and its assembler are chosen when a process starts, so run.py runs as a program of its own. Writes
+results/<gpu>-versions.json: for each pair of versions the medians in ms of each case, each with its commit and with
+`bits`, equal where two versions gave the same results. To run the GPU tests or tools/stress_gpu.py by another Triton,
+put its folder on PYTHONPATH.
 """
 
 import argparse
@@ -58,23 +56,6 @@ def asked(env: dict[str, str]) -> dict[str, str]:
     return {"triton": version, "assembler": re.search(r"V([\d.]+)", results.command(path, "--version"))[1]}
 
 
-def tested(env: dict[str, str], files: list[str], jobs: int) -> dict[str, dict]:
-    """Run the GPU tests of these files; the counts of their outcomes, by the files' names."""
-    with tempfile.TemporaryDirectory() as there:
-        summary = Path(there, "summary.json")
-        command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q"]
-        command += ["-n", str(jobs), "--dist", "worksteal", "--gpu-summary", str(summary)]
-        subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, cwd=ROOT)
-        counts = json.loads(summary.read_text())
-    return {" ".join(files): {n: counts[n] for n in ("passed", "failed", "error", "skipped", "not_passed")}}
-
-
-def stressed(env: dict[str, str], seconds: float) -> bool:
-    """Whether trainings side by side lived and stayed equal."""
-    command = [sys.executable, str(ROOT / "tools" / "stress_gpu.py"), "--seconds", str(seconds)]
-    return subprocess.run(command, env=env, cwd=ROOT).returncode == 0
-
-
 def timed(env: dict[str, str], args: argparse.Namespace) -> list[dict]:
     """Our contenders of the suites, and the peers that are asked for."""
     ours = sorted({c.name for every in CONTENDERS.values() for c in every if not c.peer})
@@ -88,30 +69,16 @@ def timed(env: dict[str, str], args: argparse.Namespace) -> list[dict]:
         return [{n: r.get(n) for n in FIELDS} for r in results.read(out, "records")]
 
 
-def gpu_tests() -> list[str]:
-    """The files that `make test-gpu` runs."""
-    told = subprocess.run(["make", "-s", "gpu-tests"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return told.stdout.split()
-
-
 def update(old: dict, new: dict) -> dict:
-    """A record with its new parts; tests of files and cases of suites that did not run again are kept."""
-    ran = {file for files in new.get("tests", {}) for file in files.split()}
-    kept = {files: counts for files, counts in old.get("tests", {}).items() if not ran & set(files.split())}
-    times = {
-        json.dumps([r.get(n) or None for n in run.IDENTITY]): r for r in old.get("times", []) + new.get("times", [])
-    }
-    parts = {"tests": kept | new["tests"]} if ran else {}
-    return old | new | parts | ({"times": [*times.values()]} if "times" in new else {})
+    """A record with its new times; those of cases that did not run again are kept."""
+    times = {json.dumps([r.get(n) or None for n in run.IDENTITY]): r for r in old.get("times", []) + new["times"]}
+    return old | new | {"times": [*times.values()]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--triton", metavar="DIR", help="a folder with an unpacked wheel of Triton; default: installed")
     parser.add_argument("--assembler", metavar="FILE", help="a ptxas; default: the one that Triton has")
-    parser.add_argument("--tests", nargs="*", metavar="FILE", help="GPU tests of these files; without a file: of all")
-    parser.add_argument("--jobs", type=int, default=15, help="processes that run tests")
-    parser.add_argument("--stress", type=float, metavar="SECONDS", help="train side by side for so long")
     parser.add_argument("--suites", nargs="*", help=f"of run.py; without a name: {', '.join(USUAL_SUITES)}")
     parser.add_argument("--match", default="", help="these cases only: a regular expression for lines of run.py --list")
     parser.add_argument("--peers", nargs="*", default=[], metavar="NAME", help="other libraries' contenders, too")
@@ -127,12 +94,7 @@ def main() -> None:
     here = results.environment(torch.cuda.get_device_name())
     row |= {n: here[n] for n in ("commit", "date", "torch")}
     began = time.monotonic()
-    if args.tests is not None:
-        row["tests"] = tested(env, args.tests or gpu_tests(), args.jobs)
-    if args.stress:
-        row["stress"] = stressed(env, args.stress)
-    if args.suites is not None:
-        row["times"] = timed(env, args)
+    row["times"] = timed(env, args)
     path = args.out or results.file(here["gpu"] + " versions")
     results.merge(path, here, "versions", [row], KEY, update)
     print(f"{time.monotonic() - began:.0f} s; results: {path}")

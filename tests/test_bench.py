@@ -290,12 +290,6 @@ def test_peers_shapes_are_those_of_the_suite():
     assert found == {(c.B, c.H, c.K, c.V) for c in suites.SUITES["gla"]()} | {(2, 4, 64, 64)} | heads
 
 
-def test_new_tests_of_a_version_replace_those_of_the_same_files():
-    old = {"tests": {"a.py b.py": 1, "c.py": 2}, "stress": True}
-    assert versions.update(old, {"tests": {"b.py": 3}}) == {"tests": {"c.py": 2, "b.py": 3}, "stress": True}
-    assert versions.update(old, {"stress": False}) == {**old, "stress": False}
-
-
 def test_new_times_of_a_version_replace_those_of_the_same_cases():
     first, second, again = (
         {"suite": "gla", "direction": d, "ms": ms} for d, ms in (("forward", 1), ("backward", 2), ("forward", 3))

@@ -81,10 +81,7 @@ def describe(found: Plan) -> str:
     head = ["kernel", "programs", "tiles", "warps", "stages", "tensors, MB"]
     lines = [f"{found.name}, for {found.hardware}"]
     lines += [f"  {sentence}" for sentence in found.why]
-    lines += [
-        f"  ptxas gets {option}, its own level where Triton 3.9 asks for 2"
-        for option in found.hardware.options.values()
-    ]
+    lines += [f"  ptxas gets {x}; Triton 3.9 asks for level 2" for x in found.hardware.options.values()]
     lines += [tabulate(rows, head)]
     lines += [
         f"results {results / 1e6:,.3g} MB ({', '.join(sorted(kept))}); other tensors {(made - results) / 1e6:,.3g} MB, "
