@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import tee
 
 import torch
 from torch import Tensor
@@ -257,8 +259,8 @@ def budgets_of(
 class Problem:
     """A case with its inputs, the exact quantities and, for each octave, the unit of errors and the error allowed.
 
-    `more` has budgets from emulated runs that drew other luck. They are asked for, and added, when an error is just
-    over the budget.
+    `more` has budgets from emulated runs that drew other luck, which count for an error just over the budget. It is
+    never advanced: each judgement reads a copy, and the copies share what was drawn.
     """
 
     kind: Kind
@@ -268,25 +270,26 @@ class Problem:
     dtypes: dict[str, torch.dtype]
     units: dict[str, list[float]]
     budgets: dict[str, list[float]]
-    more: Iterator[dict[str, list[float]]] = iter(())
+    more: Iterator[dict[str, list[float]]] = tee(())[0]
 
     def octaves(self, name: str) -> Iterator[tuple[tuple, float, float]]:
         """Indices, unit and budget of what is judged apart."""
         return zip(parts(self.kind, name, self.exact[name]), self.units[name], self.budgets[name], strict=True)
 
     def judge(self, name: str, x: Tensor, against: Tensor | None = None) -> tuple[float, float]:
-        """(error, budget) of a quantity's worst octave; the error is infinite where x is not finite."""
-        error, budget = self.compared(name, x, self.exact[name] if against is None else against)
-        while against is None and budget < error < NEAR * budget and (drawn := next(self.more, None)):
-            for n, budgets in drawn.items():
-                self.budgets[n] = [max(pair) for pair in zip(self.budgets[n], budgets, strict=True)]
-            error, budget = self.compared(name, x, self.exact[name])
+        """(error, budget) of a quantity's worst octave, whatever was judged before; infinite where x is not finite."""
+        exact, budgets, more = self.exact[name] if against is None else against, self.budgets[name], copy(self.more)
+        error, budget = self.compared(name, x, exact, budgets)
+        while against is None and budget < error < NEAR * budget and (drawn := next(more, None)):
+            budgets = [*map(max, budgets, drawn[name])]
+            error, budget = self.compared(name, x, exact, budgets)
         return error, budget
 
-    def compared(self, name: str, x: Tensor, exact: Tensor) -> tuple[float, float]:
-        """(error, budget) of the worst octave, as far as budgets are known."""
+    def compared(self, name: str, x: Tensor, exact: Tensor, budgets: list[float] | None = None) -> tuple[float, float]:
+        """(error, budget) of the worst octave, by the first budgets unless others are given."""
         off = (x.double() - exact).abs().nan_to_num(math.inf, math.inf)
-        pairs = [(off[s].max().item() / one if off.numel() else 0.0, allowed) for s, one, allowed in self.octaves(name)]
+        octaves = zip(self.octaves(name), budgets or self.budgets[name], strict=True)
+        pairs = [(off[s].max().item() / one if off.numel() else 0.0, budget) for (s, one, _), budget in octaves]
         return max(pairs, key=lambda p: p[0] / p[1])
 
     def band(self, name: str) -> Tensor:
@@ -358,7 +361,8 @@ def worked_out(
             own[n] = y.unflatten(axis, (len(cases), -1)).select(axis, i).cpu().contiguous()
         units = {n: [unit(y[s]) for s in parts(kind, n, y)] for n, y in own.items()}
         own_budgets = {n: y[:, i].tolist() for n, y in budgets.items()}
-        made.append(Problem(kind, case, x, own, dtypes, units, own_budgets, redrawn(kind, like, dtype, x, own, device)))
+        more = tee(redrawn(kind, like, dtype, x, own, device), 1)[0]
+        made.append(Problem(kind, case, x, own, dtypes, units, own_budgets, more))
     return made
 
 
