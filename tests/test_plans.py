@@ -125,6 +125,21 @@ def test_values_that_do_not_fit_are_named(call):
         plans(call, 64, 200, torch.float32, "sm_75")
 
 
+@pytest.mark.parametrize("name", ["g", "v", "path", "kernel"])
+def test_a_plan_is_refused_as_its_call_would_be(name):
+    x = meta_tokens("gla", 64, 2, 2, 64, 64, torch.bfloat16)
+    wrong = {"g": x["g"][..., :32], "v": x["v"].repeat(1, 1, 1, 9), "path": "foo", "kernel": "foo"}[name]
+    x |= {name: wrong}
+    with pytest.raises(ValueError, match=f"^{name}: expected "):
+        explain("gla", *[x.pop(n) for n in ("q", "k", "v", "g")], hardware="sm_90", **x)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_plan_has_kernels_dtypes(mechanism):
+    with pytest.raises(TypeError, match="^q: expected float32, float16 or bfloat16, got torch.float64"):
+        plan(mechanism, *meta_tokens(mechanism, dtype=torch.float64).values(), hardware="sm_90")
+
+
 def test_bfloat16_needs_matrix_units(monkeypatch):
     with pytest.raises(TypeError, match="float32 or float16 on sm_75, got bfloat16"):
         plans("gla", 64, 64, torch.bfloat16, "sm_75")

@@ -45,11 +45,12 @@ def plan(mechanism: str, *tensors: Tensor, direction: str, hardware: str | Hardw
         raise TypeError(f"{wrong[0]}: expected an option of {mechanism}, got {wrong[0]}={options[wrong[0]]!r}")
     given = dict.fromkeys((*fields, "initial_state")) | dict(zip(kind.required, tensors, strict=True)) | options
     cache = given["initial_state"] if "cached" in fields else None
-    given["cached"] = cache is not None
-    call = forward.specs(forward.record(*(given[name] for name in fields)))
+    call = forward.record(*({**given, "cached": False}[name] for name in fields))
+    forward.check(call, *([cache] if "cached" in fields else []), launched=False)
+    call = forward.specs(call)
     if cache is not None:  # then k and v are copied behind the cache
         k, v = (_behind(x, past) for x, past in zip((call.k, call.v), cache, strict=True))
-        call = call._replace(k=k, v=v)
+        call = call._replace(k=k, v=v, cached=True)
     ahead = forward.plan(hardware, call)
     if direction == "forward":
         return ahead

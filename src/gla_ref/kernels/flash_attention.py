@@ -36,7 +36,7 @@ MORE = [("low", Tensor | None), ("do", Tensor), ("cu_seqlens", Tensor | None), (
 Gradient = NamedTuple("Gradient", [*((name, Tensor) for name in ("q", "k", "v", "o", "lse")), *MORE])
 
 
-def check(call: Call, cache: tuple[Tensor, Tensor] | None = None) -> None:
+def check(call: Call, cache: tuple[Tensor, Tensor] | None = None, launched: bool = True) -> None:
     """Check a call with a new signature; a `cached` call was checked before the cache was put before k and v."""
     if call.cached:
         return
@@ -44,15 +44,14 @@ def check(call: Call, cache: tuple[Tensor, Tensor] | None = None) -> None:
         raise TypeError(f"initial_state: expected a pair (k, v) or None, got {type(cache).__name__}")
     past = {} if cache is None else {x.name: y for x, y in zip(CACHE, cache, strict=True)}
     tokens = {"q": call.q, "k": call.k, "v": call.v}
-    sizes = check_inputs(
-        KIND._replace(states=CACHE), {n: x for n, x in (tokens | past).items() if x is not None}, WIDEST
-    )
+    given = {n: x for n, x in (tokens | past).items() if x is not None}
+    sizes = check_inputs(KIND._replace(states=CACHE), given, WIDEST, launched)
     for name, x in past.items():
         if x.dtype != call.k.dtype:
             raise TypeError(f"{name}: expected dtype {call.k.dtype} as for k, got {x.dtype}")
     if call.cu_seqlens is not None and past:
         raise ValueError("initial_state: expected None beside cu_seqlens, got a cache")
-    check_packed(call.cu_seqlens, sizes["B"], sizes["T"], call.q.device)
+    check_packed(call.cu_seqlens, sizes["B"], sizes["T"], call.q.device, launched)
     contract.check_scale(call.scale, sizes["K"])
 
 

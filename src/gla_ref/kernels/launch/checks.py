@@ -27,8 +27,10 @@ def looks_at_values(x: Tensor) -> bool:
     return x.is_cpu or os.environ.get("GLA_REF_DEBUG") == "1"
 
 
-def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) -> None:
+def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...], launched: bool = True) -> None:
     """Kernels take float32, float16 and bfloat16 on a CUDA device, the first two in Triton's interpreter too.
+
+    A call that is only planned, not `launched`, may have its tensors on any device, and its values are not read.
 
     Raises:
         TypeError: a dtype that kernels do not take.
@@ -40,6 +42,8 @@ def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) ->
         role = known[name].role
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {x.dtype}")
+        if not launched:
+            continue
         if not (x.is_cuda or x.is_cpu and triton.knobs.runtime.interpret):
             raise ValueError(
                 f"{name}: expected a CUDA tensor, got one on {x.device}; "
@@ -65,10 +69,11 @@ def check_launch(tensors: dict[str, Tensor], arguments: tuple[Argument, ...]) ->
             contract.check_strength(name, x)
 
 
-def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device) -> None:
+def check_packed(cu_seqlens: Tensor | None, B: int, T: int, device: torch.device, launched: bool = True) -> None:
     """Check cu_seqlens, its device and, where `looks_at_values` says so, its values."""
-    contract.check_cu_seqlens(cu_seqlens, B, T, values=isinstance(cu_seqlens, Tensor) and looks_at_values(cu_seqlens))
-    if cu_seqlens is not None and cu_seqlens.device != device:
+    values = launched and isinstance(cu_seqlens, Tensor) and looks_at_values(cu_seqlens)
+    contract.check_cu_seqlens(cu_seqlens, B, T, values=values)
+    if launched and cu_seqlens is not None and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens: expected device {device}, got {cu_seqlens.device}")
 
 
@@ -77,6 +82,7 @@ def check_call(
     most: dict[str, int] | None = None,
     choices: dict[str, tuple[str, ...]] | None = None,
     mechanism: str | None = None,
+    launched: bool = True,
 ) -> dict[str, int]:
     """Check a call of a kernel with states.
 
@@ -84,6 +90,7 @@ def check_call(
         call: the call; its `mechanism` is its own unless given.
         most: the largest sizes of some axes.
         choices: the values that some options may have beside None.
+        launched: False for a call that is only planned.
 
     Returns:
         The sizes of all axes.
@@ -93,10 +100,10 @@ def check_call(
     """
     kind, S, cu_seqlens = MECHANISMS[mechanism or call.mechanism], call.initial_state, call.cu_seqlens
     given = {a.name: x for a in kind.arguments if (x := getattr(call, a.name)) is not None}
-    sizes = check_inputs(kind, given, most or {})
+    sizes = check_inputs(kind, given, most or {}, launched)
     contract.check_scale(call.scale, sizes["K"])
     device = next(iter(given.values())).device
-    check_packed(cu_seqlens, sizes["B"], sizes["T"], device)
+    check_packed(cu_seqlens, sizes["B"], sizes["T"], device, launched)
     if S is not None:
         N = sizes["B"] if cu_seqlens is None else len(cu_seqlens) - 1
         contract.check_state("initial_state", S, contract.state_shape(kind, sizes, N), device)
@@ -106,7 +113,9 @@ def check_call(
     return sizes
 
 
-def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]) -> dict[str, int]:
+def check_inputs(
+    kind: Mechanism, given: dict[str, Tensor], most: dict[str, int], launched: bool = True
+) -> dict[str, int]:
     """Check that required tensors are given, that tensors fit each other, and that no axis exceeds its limit in `most`.
 
     Returns:
@@ -117,7 +126,7 @@ def check_inputs(kind: Mechanism, given: dict[str, Tensor], most: dict[str, int]
     """
     known = (*kind.arguments, *kind.states)
     sizes = contract.check_tensors(given, known, kind.multiples)
-    check_launch(given, known)
+    check_launch(given, known, launched)
     for axis, size in most.items():
         if sizes[axis] > size:
             name = next(a.name for a in known if axis in a.axes.split())
