@@ -1,7 +1,7 @@
 """The tensors of each mechanism as data: their names, axes and roles (chapters 1 to 25).
 
-References, kernels, the check kit, other libraries' names and the tests all read them here, so that a mechanism with
-another gate, or with a write strength, is one more entry.
+References, kernels, the check kit, other libraries' names and the tests all read them here. A new mechanism is one more
+entry, and one in each table of functions: FORMS, PLANNERS of the kernels, MECHANISMS of the kit, maps of over_ranks.
 """
 
 from typing import NamedTuple

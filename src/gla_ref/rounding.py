@@ -19,13 +19,15 @@ MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class Products(TorchFunctionMode):
-    """Inside, `product(x, y)` makes every matrix product `x @ y`."""
+    """Inside, `product(x, y)` makes every matrix product `x @ y`; torch.einsum, which hides its own, is refused."""
 
     def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.product = product
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.einsum:
+            raise NotImplementedError("einsum: expected products written x @ y where they are replaced")
         if function in MATMUL:
             function = self.product
         return function(*args, **(kwargs or {}))

@@ -5,7 +5,7 @@
     for quantity, (error, budget) in oracle.judge("gla", {"o": o, "dg": dg}, right, low).items(): ...
 
 Tensors are named as the mechanism's, initial states S0 (or k0 and v0), and what the loss puts on o and on a state is
-"d " + its name. The kit, the tests of the package's kernels and the benchmarks judge with these functions.
+"d " + its name. The kit judges with `Problem.judge` below, benchmarks and some tests of kernels with `judge`.
 """
 
 from __future__ import annotations

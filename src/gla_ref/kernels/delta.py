@@ -125,10 +125,10 @@ def gated_delta_rule(
         cu_seqlens: int32/int64 `[N_seq + 1]` on the device of q, boundaries of packed sequences (B = 1).
             Their values, and those of g and beta, are checked on a CPU; on a GPU under GLA_REF_DEBUG=1 only.
         path: "fused" (a sequence in one go) or "segmented"; None lets the plan choose.
-        kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class): by
-            the number of programs "hopper_fused" or "hopper_ahead", which may be asked for, too. None takes Hopper's
-            where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. On Hopper one kernel
-            makes the gradients, whichever makes o.
+        kernel: "portable", or "hopper" for those in Gluon (K and V of 64 or 128, tokens of 16 bits, one GPU class):
+            "hopper_fused" or "hopper_ahead", by models of their times; either may be asked for, too. None takes
+            Hopper's where they run; :func:`gla_ref.kernels.explain` prints the choice with its reason. On Hopper one
+            kernel makes the gradients, whichever makes o.
 
     Returns:
         o `[B, T, HV, V]` in the dtype of v, and the final state, float32 `[N_seq, HV, K, V]`.

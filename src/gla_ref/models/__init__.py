@@ -4,8 +4,8 @@
     loss, state = model.loss(tokens)
     text, state = model.generate(prompts, 100)
 
-On a GPU mixers run on the kernels, elsewhere on the references. :mod:`gla_ref.models.checkpoints` reads and writes
-files; it needs safetensors.
+On a GPU mixers run on the kernels (softmax attention with a cache on PyTorch's), elsewhere on the references.
+:mod:`gla_ref.models.checkpoints` reads and writes files; it needs safetensors.
 """
 
 from .config import Config

@@ -1,4 +1,4 @@
-"""The one place that says which form of a mechanism a model runs."""
+"""Which form of a mechanism a model runs; softmax attention with a cache is PyTorch's, which mixers.py calls."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A plan takes them for every call for which no function below, called `refusal...
 each file's plan, in their order, in brackets those of sequences in segments; (p) marks a kernel of ../portable/::
 
     gla_forward.py       [walk for ends, carry (p),] walk or the page's walk, mend (p)
-    gla_backward.py      walk for states, [walk reversed, carry (p),] unwind, mend_gradient
+    gla_backward.py      [walk for ends, carry (p),] walk for states, [walk reversed, carry (p),] unwind, mend_gradient
     delta_fused.py       fused, and for strong heads again: many heads
     delta_ahead.py       solve, [walk for maps, carry_maps (p),] walk: few heads
     delta_backward.py    solve, [walks for maps, carry_both,] walks, gradients
@@ -32,7 +32,7 @@ FASTER = (3, 9)
 
 WIDTHS = (64, 128)  # K and V of the delta rules
 SCALES = 2.0**-20, 2.0**20  # of gradients that are divided by strengths: dv and w stay in bfloat16's range
-DELTA_KERNELS = ("hopper", "hopper_fused", "hopper_ahead")  # the first: which one, the number of programs decides
+DELTA_KERNELS = ("hopper", "hopper_fused", "hopper_ahead")  # the first: the one that models of their times prefer
 
 
 def refusal_of_any(hardware: Hardware, call) -> str | None:

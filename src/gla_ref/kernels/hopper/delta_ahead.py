@@ -29,7 +29,7 @@ head share in L2 what they read. Shared memory at K = 128: `solve` 35 KiB, four 
 BV = 64 and three stages 192 KiB.
 
 Limits: tokens of 16 bits, K and V of 64 or 128. A plan takes these kernels where `whole_duration` is less than
-delta_fused.py's.
+delta_fused.py's, and wherever a path is asked for.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A *signature* has the properties of a call's arguments that decide how the call 
 alignment, options; no values. A *plan* lists the steps of a call as data that a person can print: tensors to make,
 kernels to launch and their arguments, tensors to return. A pure function makes the plan from the signature and needs no
 GPU. A *program* is a plan bound to compiled kernels. Each call looks up its signature in a dictionary; only a new
-signature is checked and planned:
+signature is checked and planned (on a CPU, where reading values costs little, every call is checked):
 
     q, k, v, g ... -> signature -> known? -> program: torch.empty, launch, launch
                                 -> new?   -> checks -> plan -> program
