@@ -131,24 +131,17 @@ def pytest_collection_modifyitems(config, items):
     so the tests of a function that share a dtype, and with it their kernels, are neighbours.
     """
     if torch.cuda.is_available():
-        items.sort(key=lambda item: (item.path.stem, item.function.__name__, str(parameters(item).get("dtype"))))
+        found = {item: item.callspec.params if hasattr(item, "callspec") else {} for item in items}
+        items.sort(key=lambda item: (item.path.stem, item.function.__name__, str(found[item].get("dtype"))))
     else:
-        longest = ("check", "check_calls", "kernels_hopper", "kernels_portable", "orders", "bench")
-        items.sort(key=lambda item: (*longest, name(item)).index(name(item)))
+        order = "check", "check_calls", "kernels_hopper", "kernels_portable", "orders", "bench"
+        items.sort(key=lambda item: [*order, stem := item.path.stem.removeprefix("test_")].index(stem))
 
 
 def pytest_runtest_teardown(item):
     """A large test gives its memory back: others run at the same time, and PyTorch would keep it for this process."""
     if item.get_closest_marker("gpu") and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
-
-
-def name(item) -> str:
-    return item.path.stem.removeprefix("test_")
-
-
-def parameters(item) -> dict:
-    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def pytest_addoption(parser):

@@ -22,8 +22,6 @@ from gla_ref.over_ranks.maps import Maps
 from gla_ref.over_ranks.segments import Segment
 
 pytestmark = pytest.mark.deep
-
-
 CONTROL = {}
 
 

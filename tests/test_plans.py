@@ -128,8 +128,7 @@ def test_values_that_do_not_fit_are_named(call):
 @pytest.mark.parametrize("name", ["g", "v", "path", "kernel"])
 def test_a_plan_is_refused_as_its_call_would_be(name):
     x = meta_tokens("gla", 64, 2, 2, 64, 64, torch.bfloat16)
-    wrong = {"g": x["g"][..., :32], "v": x["v"].repeat(1, 1, 1, 9), "path": "foo", "kernel": "foo"}[name]
-    x |= {name: wrong}
+    x[name] = {"g": x["g"][..., :32], "v": x["v"].repeat(1, 1, 1, 9), "path": "foo", "kernel": "foo"}[name]
     with pytest.raises(ValueError, match=f"^{name}: expected "):
         explain("gla", *[x.pop(n) for n in ("q", "k", "v", "g")], hardware="sm_90", **x)
 

@@ -42,8 +42,6 @@ class Call(NamedTuple):
 
 
 check = partial(check_call, most={"K": 256, "V": 512}, choices={"path": PATHS})
-
-
 forward = Planned(plan_forward, Call, check)
 operator = with_state("linear_attention", forward)
 KEPT = {  # the final state of narrow heads without gates; what is not among torch.compile's two outputs
