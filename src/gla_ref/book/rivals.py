@@ -77,6 +77,6 @@ def steps(data: dict) -> list[dict]:
             found.append(those["both"])
         elif len(halves) == 2:
             quarters = zip(*(quantiles(r["samples_ms"], n=4) for r in halves), strict=True)
-            total = {"ms": sum(r["ms"] for r in halves), "samples_ms": [*map(sum, quarters)]}
-            found.append(those["backward"] | {"direction": "both"} | total)
+            total = {"ms": sum(r["ms"] for r in halves), "unsteady": any(map(unsteady, halves)), "direction": "both"}
+            found.append(those["backward"] | total | {"samples_ms": [*map(sum, quarters)]})
     return found
