@@ -66,7 +66,7 @@ def cases(data: dict) -> list[Case]:
 
 
 def steps(data: dict) -> list[dict]:
-    """Return a record's training steps: both passes timed together or, where a suite has not, their medians' sum."""
+    """Return a record's training steps: both passes timed together, or their medians' sum, `unsteady` if one is."""
     passes, found = {}, []
     for r in data["records"]:
         at = r["suite"], r["triton"], r["contender"], r["mechanism"], *(str(r.get(n)) for n in SIZES)
