@@ -66,7 +66,7 @@ def cases(data: dict) -> list[Case]:
 
 
 def steps(data: dict) -> list[dict]:
-    """Return a record's training steps: both passes timed together or, where a suite has not, their medians' sum."""
+    """Return a record's training steps: both passes timed together, or their medians' sum, `unsteady` if one is."""
     passes, found = {}, []
     for r in data["records"]:
         at = r["suite"], r["triton"], r["contender"], r["mechanism"], *(str(r.get(n)) for n in SIZES)
@@ -77,6 +77,6 @@ def steps(data: dict) -> list[dict]:
             found.append(those["both"])
         elif len(halves) == 2:
             quarters = zip(*(quantiles(r["samples_ms"], n=4) for r in halves), strict=True)
-            total = {"ms": sum(r["ms"] for r in halves), "samples_ms": [*map(sum, quarters)]}
-            found.append(those["backward"] | {"direction": "both"} | total)
+            total = {"ms": sum(r["ms"] for r in halves), "unsteady": any(map(unsteady, halves)), "direction": "both"}
+            found.append(those["backward"] | total | {"samples_ms": [*map(sum, quarters)]})
     return found

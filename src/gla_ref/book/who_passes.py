@@ -221,7 +221,7 @@ def _cell(row: Row | None, direction: str) -> str:
     """A direction's verdict, and its failed cases of those that ran; what is wrong leads to its place in `details`."""
     if row is None:
         return "·"
-    verdict, r = row.verdict(direction), {"triton": "", "commit": "", "cases": 0} | (row.record or {})
+    verdict, r = row.verdict(direction), {"triton": "", "cases": 0} | (row.record or {})
     said = {"right": "✓", "refuses": "✓ (refuses)", "no gradient": "–", "undecided": ""}.get(verdict)
     if verdict in WRONG:
         found = [f for f in row.failures if _direction(f) == direction and _verdict(f) != "refuses"]
@@ -232,7 +232,7 @@ def _cell(row: Row | None, direction: str) -> str:
         said = f"{said} {failed}/{r['cases']}".strip() * bool(r["cases"]) + "…" * (not row.finished)
     said += " CPU" * (row.gpu == "CPU")
     kind = {"right": "right", "refuses": "right", "off": "refused"}.get(verdict, "wrong" * (verdict in WRONG))
-    where = filter(None, (row.gpu, r["triton"] and f"Triton {r['triton']}", r["commit"][:8]))
+    where = filter(None, (row.gpu, r["triton"] and f"Triton {r['triton']}"))
     tip = f"{verdict}; cases: {row.state}; {', '.join(where)}"
     if verdict in WRONG:
         return f'<a class="{kind}" title="{escape(tip)}" style="color: inherit" href="#{_place(row)}">{said}</a>'
