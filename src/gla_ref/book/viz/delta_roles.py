@@ -157,7 +157,8 @@ def delta_roles() -> Explorable:
         "chunks, rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In the "
         "sequential schedule the same warps do the jobs of the last two rows. The number of value heads matters to the "
         "two kernels only: all multiprocessors solve first, so more heads mean a longer wait. There a solve takes "
-        f"{FIRST} µs of one multiprocessor, and a walk {WALK[32]} µs with few heads or {WALK[64]} with many.",
+        f"{FIRST} µs of one multiprocessor, and a walk, as the plan estimates it, {WALK[32]} µs with few heads or "
+        f"{WALK[64]} with many.",
         alt="Three rows over time, for loads, solves and walks, with numbered bars for the chunks and marks every "
         "10 microseconds. Bars to the right of the line of the present are pale; at first only loads are there.",
         controls=(
