@@ -283,9 +283,13 @@ def unseen(q, k):
 
 
 def by_log_sum_exp(q, k, v, scale, C, product):
-    """All keys at once, by autograd."""
-    x = (scale * product(q, k.mT)).masked_fill(unseen(q, k), -torch.inf)
-    return product((x - x.logsumexp(-1, keepdim=True)).exp(), v)
+    """Tiles of C keys merged from the last to the first, by autograd."""
+    x, lse, o = (scale * product(q, k.mT)).masked_fill(unseen(q, k), -torch.inf), -torch.inf, 0.0
+    for x_t, v_t in zip(reversed(x.split(C, -1)), reversed(v.split(C, -2)), strict=True):
+        own = x_t.logsumexp(-1, keepdim=True).clamp(min=-1e30)
+        both = torch.logaddexp(torch.as_tensor(lse, dtype=x.dtype), own)
+        o, lse = (lse - both).exp() * o + (own - both).exp() * product((x_t - own).exp(), v_t), both
+    return o
 
 
 def library(dtype, q, k, v, scale, C, product):
@@ -312,7 +316,7 @@ def kernels(mechanism, dtype):
         found |= {name: attention(Flash.apply, dtype, 64, product) for name, product in others.items()}
         found["one log-sum-exp, channels in another order"] = attention(OneNumber.apply, dtype, 64)
         return found | {
-            "log-sum-exp": attention(by_log_sum_exp, dtype),
+            **{f"log-sum-exp, tiles of {C}": attention(by_log_sum_exp, dtype, C) for C in (24, 2048)},
             "PyTorch's own": attention(partial(library, dtype), dtype),
         }
     by_hand, delta = partial(kernel, mechanism, ByHand.apply, dtype), mechanism in DELTA

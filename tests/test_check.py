@@ -66,6 +66,12 @@ def test_right_kernels_pass(mechanism, dtype, name):
             assert report.ok, (way, str(report))
 
 
+def test_tiles_merged_in_log_space_pass():
+    """Each merge rounds the log-sum-exp once more: 1.17 budgets before an emulated run merged, too."""
+    fn = kernels("softmax_attention", F32)["log-sum-exp, tiles of 24"]
+    check.kernel("softmax_attention", fn, dtype=F32, only="long cache*", seed=7).raise_if_failed()
+
+
 @pytest.mark.parametrize("only, cases", thin([("random ?", 10), RESETS_LONG], RESETS_LONG))
 def test_a_right_form_passes_what_the_full_level_adds(only, cases):
     report = check.kernel("gla", GATED, level="full", only=only)

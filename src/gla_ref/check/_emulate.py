@@ -440,12 +440,12 @@ class Attend(torch.autograd.Function):
 
     As in FlashAttention-2 exponentials are to base 2, the backward makes p from the rows' log-sum-exp, and ds =
     p (do v^T - D), D = o . do, o as it was stored. Or, `by_key`, to base e, from maximum and sum, and D is summed
-    key by key; with `whole` the forward, too, makes p from the rows' log-sum-exp, and no more divides by their sums.
+    key by key; with `merged` the forward merges tiles of keys by their log-sum-exp, as splits of a cache are.
     The first makes its scores once more, in other orders than its log-sum-exp was made of; the others, as autograd
     does, have kept them. k and v are handed through: what comes back for them is where dk and dv start.
     """
 
-    ROWS = 1024
+    ROWS, KEYS = 1024, 16
 
     @staticmethod
     def tiles(q, k, scale, product):
@@ -459,18 +459,30 @@ class Attend(torch.autograd.Function):
             yield i, j, x.masked_fill(~seen.tril(x.shape[-1] - x.shape[-2]), -torch.inf)
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, dtype, by_key, whole, luck):
+    def merge(x, v, product):
+        """o and the log-sum-exp of scores x, tiles of keys merged one after another."""
+        o, lse = torch.zeros_like(x[..., :1] * v[..., :1, :]), torch.full_like(x[..., :1], -torch.inf)
+        for x_t, v_t in zip(x.split(Attend.KEYS, -1), v.split(Attend.KEYS, -2), strict=True):
+            own = x_t.logsumexp(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)  # no key may be visible
+            both = torch.logaddexp(lse, own)
+            o = (lse - both).exp() * o + (own - both).exp() * product((x_t - own).exp(), v_t)
+            lse = both
+        return o, lse
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, dtype, by_key, merged, luck):
         product, exactly = partial(multiply, dtype=dtype, luck=luck), partial(multiply, dtype=q.dtype, luck=luck)
         exp, unit = (torch.exp, scale) if by_key else (torch.exp2, scale / log(2))
         o = torch.empty_like(v[..., -q.shape[-2] :, :])
         m, total = torch.empty_like(q[..., :1]), torch.empty_like(q[..., :1])
         for i, j, x in Attend.tiles(q, k, unit, partial(multiply, dtype=dtype, luck=luck.another(1))):
+            if merged:
+                o[i], m[i] = Attend.merge(x, v[j], product)
+                total[i] = 1.0
+                continue
             m[i] = x.amax(-1, keepdim=True)
             p = exp(x - m[i])
             total[i] = exactly(p, torch.ones_like(p[..., :1, :]).mT)  # p is rounded as an operand, its sum is not
-            if whole:
-                m[i], total[i] = m[i] + total[i].log(), 1.0
-                p = exp(x - m[i])
             o[i] = product(p, v[j]) / total[i]
         ctx.save_for_backward(q, k, v, m, total, o.to(dtype).to(o.dtype))
         scored = partial(multiply, dtype=dtype, luck=luck.another(1 if by_key else 2))
@@ -500,9 +512,9 @@ class Attend(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, None
 
 
-def attend(q, k, v, *, state, scale, dtype, by_key=False, whole=False, luck=NO_LUCK):
+def attend(q, k, v, *, state, scale, dtype, by_key=False, merged=False, luck=NO_LUCK):
     """Softmax attention on top of a cache of keys and values."""
     keys = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(state, (k, v), strict=True))
-    made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key, whole, luck)
+    made = Attend.apply(q.transpose(1, 2), *keys, scale, dtype, by_key, merged, luck)
     o, k, v = (x.transpose(1, 2) for x in made)
     return o, (k, v)

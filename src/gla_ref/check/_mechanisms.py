@@ -208,7 +208,7 @@ MECHANISMS = {
     "softmax_attention": Kind(
         DECLARED["softmax_attention"],
         softmax_attention.recurrent,
-        (attend, partial(attend, by_key=True), partial(attend, by_key=True, whole=True)),
+        (attend, partial(attend, by_key=True), partial(attend, by_key=True, merged=True)),
         also=(softmax_attention.two_pass,),
         widest=256,
     ),
