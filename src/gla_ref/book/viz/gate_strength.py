@@ -166,7 +166,7 @@ def _frame(name: str, gate: float, forms: list[str]) -> Frame:
     return Frame(
         pieces,
         f"{name}: {C * gate:.4g} nats of decay a chunk, {T * gate:.4g} in all; {largest}. "
-        f"One ratio: {ratio}. One product: {product}. Two levels: {levels}.",
+        f"One ratio: {ratio}. One product: {product}. Sub-chunks: {levels}.",
     )
 
 
@@ -186,11 +186,11 @@ _RANGE = Question(
 )
 _LEVELS = Question(
     "Which of the three forms bears a gate of any strength?",
-    "two levels",
+    "sub-chunks",
     {
         "one ratio": "Its factor on k grows with everything that was forgotten since the first token.",
         "one product": "It bears more than the ratio, but its factors still grow with a chunk's decay.",
-        "two levels": "None of its factors is above 1.",
+        "sub-chunks": "None of its factors is above 1.",
     },
     seen=(1, len(GATES) - 1),
 )
@@ -209,7 +209,7 @@ def gate_strength(*, ratio_only: bool = False) -> Explorable:
         title = "How strong may a gate be?"
         more = (
             "One product per chunk bears gates eight times as strong as one ratio, because a chunk is a quarter of the "
-            "sequence and its anchor is in the middle. In float16 it loses digits at −0.3 already. With two levels no "
+            "sequence and its anchor is in the middle. In float16 it loses digits at −0.3 already. With sub-chunks no "
             "factor is above 1, and only decays next to nothing leave the range."
         )
     return Explorable(
