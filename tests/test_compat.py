@@ -226,6 +226,18 @@ def test_gates_for_channels_make_kda_of_the_gated_rule():
             getattr(fla, name)(*qkv, x, beta)
 
 
+@pytest.mark.parametrize("mechanism, name", [("gla", "fused_recurrent_gla"), ("kda", "chunk_kda")])
+def test_one_token_runs_the_kernel_of_steps(mechanism, name, monkeypatch):
+    """Not the kernel of chunks, which a call with gradients needs."""
+    tokens, g, *beta, S = delta_tensors(name) if mechanism == "kda" else tensors("vector")
+    tokens = [x[:, :1].contiguous() for x in (*tokens, g, *beta)]
+    monkeypatch.setitem(fla.FORMS[mechanism], "triton", lambda *_, **__: pytest.fail("chunks"))
+    found = getattr(fla, name)(*tokens, initial_state=S, output_final_state=True)
+    close(found, FORMS[mechanism], *tokens, initial_state=S)
+    with pytest.raises(pytest.fail.Exception, match="chunks"):
+        getattr(fla, name)(*(x.requires_grad_() for x in tokens))
+
+
 @pytest.mark.deep
 def test_they_are_kernels_that_the_kit_calls_as_they_are():
     """Gradients and all, with a final state on request."""

@@ -104,7 +104,7 @@ def test_every_function_has_a_row_in_who_passes(recorded, monkeypatch):
 
 def row(ok, *failures, **more):
     """A row of the page, from a record with these failures."""
-    record = {"ok": ok, "cases": 3, "of": 9, "failures": [*failures], "worst": {"o": 1}, "device": "cpu"}
+    record = {"ok": ok, "cases": 3, "seeds": 1, "of": 9, "failures": [*failures], "worst": {"o": 1}, "device": "cpu"}
     record |= {"not_covered": {"dq": 1, "scale": 1}, "smallest": "check.Case(T=3, K=1, V=2, gate='-1')"}
     return who_passes.Row("fla.chunk_gla", "fp32", "NVIDIA X", record | more)
 
@@ -126,7 +126,7 @@ BROKE = failure("c", "breaks", message=f"{ERROR}; after that, nothing runs on cu
     ("found", "forward", "backward", "cells"),
     [
         (row(True), "right", "right", {">✓ 0/3<"}),
-        (row(True, not_covered={"dq": 3}), "right", "no gradient", {">–<"}),
+        (row(True, not_covered={"dq": 3}, cases=6, seeds=2), "right", "no gradient", {">✓ 0/3<", ">–<"}),
         (row(False, REFUSED, OFF), "refuses", "off", {">✓ (refuses) 0/3<", ">1.5× 1/3<"}),
         (row(False, OFF, FAR, MADE), "right", "wrong", {">15× (50×) 3/3<"}),
         (row(False, MADE), "right", "off", {">(50×) 1/3<"}),

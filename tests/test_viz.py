@@ -223,7 +223,7 @@ def test_online_softmax_shows_the_statistics_of_the_keys_read(b):
         ghosts = rects(reads, "line dashed")
         assert len(ghosts) == (n * b if m > m_old else 0)
         if n and m > m_old:
-            factor = f"= {(m_old - m).exp():.2f}, "
+            factor = f"= {(m_old - m).exp():.2f} takes d′"
             assert factor in reads.readout and len(rects(reads, "grey edge")) == n * b
         elif n:
             assert "The factor is 1" in reads.readout

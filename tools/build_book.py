@@ -89,7 +89,7 @@ def execute_pages(root: Path) -> dict[str, str]:
     Jupyter Book, which would run one after the other, then finds them all.
     """
     gla_book.prepare_kernels(root)
-    # what another run compiled could hide that a page no longer can
+    # kernels that another run compiled could hide that a page no longer compiles
     os.environ["TRITON_CACHE_DIR"] = str(root / "_build" / "triton")
     os.environ["OMP_NUM_THREADS"] = "1"  # of pages that run side by side, more threads would wait for one another
     cache, pages = gla_book.execution_cache(root), sorted((root / "book").glob("*.md"), reverse=True)  # long ones first

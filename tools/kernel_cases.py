@@ -181,7 +181,7 @@ CASES = {
 }
 gated = partial(Case, "gated_delta_rule")
 hopper = partial(Case, kernel="hopper")
-# of each Hopper kernel of the delta rules, with a kernel's name before it; those in segments not of the fused one
+# each Hopper kernel of the delta rules runs them, its name before theirs; the fused one not those in segments
 DELTA = {
     "": gated(128, 128, "bfloat16", "float32", shared=True),
     " packed": gated(128, 128, "float16", "float32", packed=True),

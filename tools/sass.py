@@ -17,7 +17,7 @@ import triton
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 LINE = re.compile(r"/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)((?:\.\w+)*)([^;]*);")  # HGMMA.64x32x16 R24, RZ ;
 LABEL = re.compile(r"^(\S+):")
-# where instructions write, by how they begin: uniform registers, a thread's memory, nothing of these, its registers
+# by the first pattern that begins an instruction, where it writes: uniform registers, memory (M), none, registers
 BANKS = {
     r"(R2UR|S2UR|CS2UR|VOTEU|REDUX|CREDUX|ELECT|LDCU)\b": "UR",
     r"STL\b": "M",
@@ -25,7 +25,7 @@ BANKS = {
     "U": "UR",
     "": "R",
 }
-# whether the threads of a warp write different numbers, by how instructions begin; None: if they read such
+# by the first pattern, whether threads of a warp write different numbers; None: if they read such
 DIFFERS = {
     r"S2R \w+, SR_(TID\.X|LANEID)\b": True,
     r"SHF(\.\w+)*\.R\b[^,]*,[^,]*, 0x([5-9a-f]|\w\w+)\b": False,  # a warp's number

@@ -270,7 +270,7 @@ def test_wide_listings_use_the_margin(visit):
 def test_first_column_of_a_wide_table_stays(visit):
     tab = visit.tab
     tab.set_viewport_size({"width": 390, "height": 900})
-    tab.goto(url("book/benchmarks"))
+    tab.goto(url("book/11_chunkwise_gla"))
     table = tab.locator("table.scrolls").first
     table.scroll_into_view_if_needed()
     row = table.locator("tbody tr").last

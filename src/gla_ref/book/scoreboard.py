@@ -135,11 +135,11 @@ def scoreboard(page: str) -> None:
         cells = [f"{{doc}}`{row.page[:2].lstrip('0')} <{row.page}>`", *_cells(row, data, bold)]
         lines.append(f"| {' | '.join(cells)} |")
     B, T, H, K, V = SHAPE.values()
-    measured = f" Milliseconds: {results.label(data, suite='scoreboard')}." if data else ""
+    measured = f" Milliseconds: a run of their own ({results.label(data, suite='scoreboard')})." if data else ""
     say(
         "| chapter | form | exponentials | where it ends | GB | ms | times the floor |\n|---|---|--:|---|--:|--:|--:|\n"
         + "\n".join(lines)
         + f"\n\nForward, bfloat16, {B} texts of {T:,} tokens, {H} heads, K = {K}, V = {V}, C = 64. Exponentials are "
         "those for each number of k, masked pairs included. The floor is the time of the form's bytes or products, "
-        f"whichever takes longer, at the speeds that this GPU reaches.{measured}"
+        f"whichever takes longer.{measured}"
     )

@@ -28,7 +28,7 @@ REASONS = {  # what a function refuses, by a part of its message
     "shared memory": "wide heads",
     "Backward pass": "any gradient, as the message says",
     "scale must be positive": "a scale of 0 or less, as an assertion says",
-    "no kernel found": "tensors whose rows are apart in memory",
+    "no kernel found": "tensors whose strides are off 16 bytes",
     "not correctly aligned": "tensors at addresses off 16 bytes",
     "'NoneType' object": "gradients where the state needs none",
 }
@@ -63,6 +63,11 @@ class Row(NamedTuple):
         return (self.record or {}).get("failures", [])
 
     @property
+    def cases(self) -> int:
+        """The number of cases that were called, however many seeds each had."""
+        return self.record["cases"] // self.record["seeds"] if self.record and "cases" in self.record else 0
+
+    @property
     def left(self) -> int:
         """The number of cases that were left out, because the function lacks an argument or cannot take an input."""
         lacks = (self.record or {}).get("not_covered", {})
@@ -73,8 +78,8 @@ class Row(NamedTuple):
         """How many cases were called, in an unfinished check out of how many, or why none was called."""
         r = self.record or {"ok": None, "message": "not run"}
         if r["ok"] is not None:
-            return str(r["cases"])
-        return f"{r['cases']}/{r['of']}" if "of" in r else r["message"].split(":")[0]
+            return str(self.cases)
+        return f"{self.cases}/{r['of']}" if "of" in r else r["message"].split(":")[0]
 
     def worst(self, direction: str) -> dict[str, str]:
         """The worst verdict on each case that fails in a direction."""
@@ -99,10 +104,8 @@ class Row(NamedTuple):
         worst = _worst("right", *self.worst(direction).values())
         if not self.finished and worst not in WRONG:
             return "undecided"
-        if direction == "backward" and worst == "right":
-            lacking = self.record["not_covered"].get("dq", 0) + self.left >= self.record["cases"]
-            return "no gradient" if self.whole or lacking else worst
-        return worst
+        lacking = self.whole or self.record["not_covered"].get("dq", 0) + self.left >= self.cases
+        return "no gradient" if direction == "backward" and worst == "right" and lacking else worst
 
     @property
     def refused(self) -> dict[str, set[str]]:
@@ -191,9 +194,8 @@ def own() -> list[Row]:
 def claimed(name: str, dtype: str) -> bool:
     """Return whether the library claims tokens of a dtype for a function; PyTorch sends cuDNN 16 bits only."""
     supports = FUNCTIONS[name].supports
-    if (name, dtype) == ("torch.sdpa_cudnn", "fp32"):
-        return False
-    return callable(supports) or dtype in supports.get("dtypes", (dtype,))
+    listed = callable(supports) or dtype in supports.get("dtypes", (dtype,))
+    return listed and (name, dtype) != ("torch.sdpa_cudnn", "fp32")
 
 
 def family(row: Row) -> str:
@@ -212,16 +214,15 @@ def matrix(rows: list[Row]) -> str:
             name = re.sub(r"([._])", r"\1<wbr>", escape(function))  # a phone may break it
             cells = "".join(f"<td>{_cell(own.get(d), way)}</td>" for d, way in sides)
             lines.append(f"<tr><th>{name}</th>{cells}</tr>")
-    heads = "".join(f"<th>{d} {way}</th>" for d, way in sides)
-    head = f"<thead><tr><th>function</th>{heads}</tr></thead>"
-    return f'<table class="table verdicts">{head}<tbody>{"".join(lines)}</tbody></table>'
+    head = "".join(f"<th>{x}</th>" for x in ("function", *map(" ".join, sides)))
+    return f'<table class="table verdicts"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _cell(row: Row | None, direction: str) -> str:
     """A direction's verdict, and its failed cases of those that ran; what is wrong leads to its place in `details`."""
     if row is None:
         return "·"
-    verdict, r = row.verdict(direction), {"triton": "", "cases": 0} | (row.record or {})
+    verdict, triton = row.verdict(direction), (row.record or {}).get("triton")
     said = {"right": "✓", "refuses": "✓ (refuses)", "no gradient": "–", "undecided": ""}.get(verdict)
     if verdict in WRONG:
         found = [f for f in row.failures if _direction(f) == direction and _verdict(f) != "refuses"]
@@ -229,11 +230,10 @@ def _cell(row: Row | None, direction: str) -> str:
         said = f"{plain} ({made})".removesuffix(" ()").strip()
     if verdict != "no gradient":
         failed = sum(v in WRONG for v in row.worst(direction).values())
-        said = f"{said} {failed}/{r['cases']}".strip() * bool(r["cases"]) + "…" * (not row.finished)
+        said = f"{said} {failed}/{row.cases}".strip() * bool(row.cases) + "…" * (not row.finished)
     said += " CPU" * (row.gpu == "CPU")
     kind = {"right": "right", "refuses": "right", "off": "refused"}.get(verdict, "wrong" * (verdict in WRONG))
-    where = filter(None, (row.gpu, r["triton"] and f"Triton {r['triton']}"))
-    tip = f"{verdict}; cases: {row.state}; {', '.join(where)}"
+    tip = f"{verdict}; cases: {row.state}; {row.gpu}" + f", Triton {triton}" * bool(triton)
     if verdict in WRONG:
         return f'<a class="{kind}" title="{escape(tip)}" style="color: inherit" href="#{_place(row)}">{said}</a>'
     return f'<span class="{kind}" title="{escape(tip)}">{said}</span>'
@@ -297,7 +297,7 @@ def details(rows: list[Row]) -> str:
         if found:
             parts.append(f"<details><summary><b>{escape(row.name)}</b></summary>")
             # a link to something inside a fold opens it
-            of = f"{len({f['case'] for f in found})} of {row.record['cases']} cases"
+            of = f"{len({f['case'] for f in found})} of {row.cases} cases"
             parts.append(f'<ul id="{_place(row)}">{"".join(said)}</ul>{of}<pre>{escape(lines)}</pre></details>')
     return "".join(parts)
 

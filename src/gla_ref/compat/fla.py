@@ -10,7 +10,7 @@ without `output_final_state`. Like all our kernels they run on a GPU, or interpr
 fall back to a reference. Tensors that fla accepts and our kernels want wider are widened: states of 16 bits, tokens
 that differ in dtype. An argument that asks for more than our kernels do, such as `reverse` or heads before time, raises
 an error that names the argument. Functions that differ in their algorithm alone (chunk, fused chunk, fused recurrent)
-call one kernel here.
+are one here: one token without gradients runs `triton_recurrent` where the mechanism has it, any other call `triton`.
 """
 
 import importlib
@@ -144,7 +144,10 @@ def _ours(
     q, k, v, *rest = tokens
     wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     options = {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens} | more
-    form = FORMS[mechanism]["triton"]
+    forms, given = FORMS[mechanism], (*tokens, *states, *more.values())
+    trains = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
+    step = q.shape[1:2] == (1,) and not trains and "triton_recurrent" in forms
+    form = forms["triton_recurrent" if step else "triton"]
     if q.shape[-1] > WIDEST and mechanism in APART and not options.get("normalize"):
         o, S = _in_parts(form, q, k, v, *rest, **options)
     else:

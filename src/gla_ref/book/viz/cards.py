@@ -78,7 +78,7 @@ CARDS = tuple(Card(*texts) for texts in (
 #: page, a reader's wish, the first step
 WAYS = (
     ("01_softmax_attention", "Start reading", "Chapter 1, from zero"),
-    ("05_linear_attention", "I know attention", "Chapter 5, linear attention"),
+    ("04_first_triton_kernels", "I know attention", "Chapter 4, Triton"),
     ("check_your_kernel", "Check my kernel", "Is it right? If not, where?"),
     ("benchmarks", "See benchmarks", "What is fast, measured"),
 )
@@ -145,8 +145,8 @@ def ways() -> Cards:
     links = "".join(
         f'<a class="card-link" href="{page}.html"><b>{title}</b><span>{how}</span></a>' for page, title, how in WAYS
     )
-    said = f"<b>{len(CARDS)} chapters, from PyTorch to kernels.</b> By the gla_ref authors: "
-    said += '<a href="#index-cite">how to cite it</a>.'
+    said = f"<b>{len(CARDS)} chapters, from PyTorch to kernels.</b> "
+    said += '<a href="#index-cite">How to cite it.</a>'
     return _nav("Ways in", f"<p>{said}</p><div>{links}</div>", "cards-ways")
 
 

@@ -77,8 +77,8 @@ def _walk(x: Tensor, v: Tensor, b: int) -> list[Frame]:
             said = f"{name}: the largest score is m = {new[0]:.2f}. There is no sum to rescale."
         elif new[0] > kept[0]:
             said = (
-                f"{name}: m rises from {kept[0]:.2f} to {new[0]:.2f}. The old d′ shrinks by "
-                f"e^({kept[0]:.2f} − {new[0]:.2f}) = {old / kept[1]:.2f}, from {kept[1]:.2f} to {old:.2f}."
+                f"{name}: m rises from {kept[0]:.2f} to {new[0]:.2f}. The factor "
+                f"e^({kept[0]:.2f} − {new[0]:.2f}) = {old / kept[1]:.2f} takes d′ from {kept[1]:.2f} to {old:.2f}."
             )
         else:
             said = f"{name}: no score is above m = {kept[0]:.2f}. The factor is 1, d′ = {old:.2f} stays."

@@ -1,4 +1,4 @@
-"""What chunks of a delta rule keep in memory for its walks: P and Y of a head, and factors of its tokens."""
+"""Tensors of a delta rule's chunks that its walks read: P and Y of each head, and factors of each token."""
 
 from __future__ import annotations
 

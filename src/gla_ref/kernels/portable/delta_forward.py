@@ -135,7 +135,7 @@ def inverse(A):
 
 @triton.jit
 def invert_and_store(P, Y, p_f, b_P, b_A, b_beta, i_s, i_h, H):
-    """Store the strengths of a chunk behind p_f, its P, and Y, from all pairs [C, C] without strengths."""
+    """Store the strengths of a chunk at p_f, its P, and Y, from all pairs [C, C] without strengths."""
     C: tl.constexpr = b_P.shape[0]
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     b_Y = inverse(tl.where(i > j, b_A * b_beta[:, None], 0.0))

@@ -324,7 +324,7 @@ def launch_gradients(call: DeltaCall, x: Local, made: Made) -> None:
 
 
 def finish(call: DeltaCall, x: Local, dbeta: Spec, need_dg: bool, launch=launch_gradients) -> Made:
-    """What `gradients`, by its launch, makes of all chunks; dq, dk are of key heads; dg is None unless needed."""
+    """Launch `gradients` over all chunks and return its results: dq and dk of key heads, dg if needed."""
     draft, shared = call.draft, call.G > 1
     shape, dtype = (*x.v.shape[:3], call.K), torch.float32 if shared else x.q.dtype
     dq, dk = (draft.new(f"d{n}", *shape, dtype=dtype) for n in "qk")
