@@ -42,7 +42,7 @@ def reads_a_record(cell: str) -> bool:
 MEASURED = [chapter for chapter, cells in CELLS.items() if any(map(reads_a_record, cells))]
 SLOWER = 1.07  # moves every number of two digits
 RATES = "copy_gb_s", "matmul_tflop_s", "tokens_a_second", "tokens_a_second_alone"
-TIMES = "ms", "us", "s", "seconds", "alone", "replayed"  # how names of times end
+TIMES = "ms", "us", "s", "seconds", "alone", "replayed", "chunks"  # how names of times end; clocks of chunks
 #: a time in a sentence, or a row of a table with decimals
 TIME = re.compile(r"\d[^\w|]*\s(?:ms|milliseconds|µs|s)\b|^\|.*\d\.\d")
 
@@ -87,7 +87,7 @@ def slower(value, name: str = ""):
     words = re.split("[_ ]", name)  # "floor_ms", and "ms_call" and "us_a_chunk" of the clocks
     time = words[-1] in TIMES or words[0] in ("ms", "us")
     less = name in RATES or name == "evaluations"
-    return value * SLOWER ** (-1 if less else time) if isinstance(value, float) else value
+    return value * SLOWER ** (-1 if less else time) if isinstance(value, float) or name == "chunks" else value
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The delta rule on Hopper over time: sequential, fused (inverses a chunk ahead), two kernels (chapter 23).
 
-This is a model: each job lasts as long as in a measurement in which the other roles only wait. The model leaves out
-that roles at work slow each other down.
+This is a model: each job lasts as long as in a measurement in which solver, walker or both only arrive at their
+barriers; the loader always loads. The model leaves out that roles at work slow each other down.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ WALK = {32: 1.2, 64: 1.75}  # us per chunk of the library's `walk`, by its colum
 
 
 def _alone() -> dict[str, float]:
-    """Microseconds per chunk of each role of the fused kernel while other roles only wait, on an H200 ("parts").
+    """Microseconds per chunk of each role of the fused kernel, loads always included, on an H200 ("parts").
 
     Without that record the times are those of an early draft (lab/delta_rules.md).
     """
@@ -152,7 +152,7 @@ def delta_roles() -> Explorable:
     most = max(len(row) for by_heads in frames for row in by_heads)
     return Explorable(
         title="Six chunks of one value head",
-        notice="A model: each job lasts as long as it did on an H200 with the other jobs taken away, a solve "
+        notice="A model: each job lasts as long as it did on an H200 without the other of solve and walk, a solve "
         f"{ALONE['solve']} µs, a walk {ALONE['walk']}, a load {ALONE['load']} (from one load to the next). Numbers are "
         "chunks, rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In the "
         "sequential schedule the same warps do the jobs of the last two rows. The number of value heads matters to the "
