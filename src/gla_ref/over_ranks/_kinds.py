@@ -57,7 +57,6 @@ class CallKind(NamedTuple):
     Attributes:
         plan: the exchange, and the number of segments.
         facts: facts that all ranks share, by the names of arguments.
-        common: the facts without names, as a key.
         tag: a number that stands for the facts.
         lengths: tokens of each rank.
         walk: the form that walks pieces, and its options.
@@ -65,7 +64,6 @@ class CallKind(NamedTuple):
 
     plan: Plan
     facts: dict[str, str]
-    common: tuple[str, ...]
     tag: float
     lengths: tuple[int, ...]
     walk: Walk
@@ -78,20 +76,15 @@ def agree(ranks: Ranks, arguments: Arguments) -> CallKind:
     each set of facts: what all ranks have in common, so that all of them ask at the same call. Boundaries of packed
     sequences, which change from call to call, are asked for at every call where their values may be looked at.
     """
-    cu, debug = arguments.cu, os.environ.get("GLA_REF_DEBUG") == "1"
-    try:
+    agreement, debug = ranks.agreement, os.environ.get("GLA_REF_DEBUG") == "1"
+    with agreement.checking():
         arguments.check_types()
-        signature = arguments.signature()
+        cu, signature = arguments.cu, arguments.signature()
         kind = ranks.kinds.get(signature) or kind_of(ranks, arguments)
         facts, readable = kind.facts, cu is not None and (debug or not cu.is_cuda)
         if readable:
             facts = facts | {"cu_seqlens": f"{contract.check_cu_seqlens(cu, 1, sum(kind.lengths))}"}
-    except (TypeError, ValueError) as error:
-        ranks.agreement.refuse(error)
-        raise
-    if debug or readable or kind.common not in ranks.agreed_facts:
-        ranks.agreement.reach(facts)
-        ranks.agreed_facts.add(kind.common)
+    (agreement.reach if debug or readable else agreement.reach_once)(facts)
     ranks.kinds[signature] = kind
     return kind._replace(facts=facts)
 
@@ -126,9 +119,8 @@ def kind_of(ranks: Ranks, arguments: Arguments) -> CallKind:
     )  # fmt: skip
     walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, contract.compute_dtype(*tokens.values()))
     facts = facts_of(arguments, lengths, scale)
-    common = tuple(facts.values())
-    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds it exactly
-    return CallKind(chosen, facts, common, tag, lengths, walk)
+    tag = float(zlib.crc32(repr(facts).encode()) % 2**24)  # float32 holds it exactly
+    return CallKind(chosen, facts, tag, lengths, walk)
 
 
 def facts_of(arguments: Arguments, lengths: tuple[int, ...], scale: float) -> dict[str, str]:
