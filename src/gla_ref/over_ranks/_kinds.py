@@ -32,40 +32,32 @@ class Arguments(NamedTuple):
     segment: int | None  # tokens
     gradients: bool  # whether a gradient will be asked for
 
-    def check_types(self) -> None:
-        """Raise a TypeError that names the first argument which should be a tensor and is none."""
-        for name, x in (*self.tokens.items(), ("cu_seqlens", self.cu), ("initial_state", self.initial_state)):
-            if x is not None and not isinstance(x, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-
     def signature(self) -> tuple:
-        """Equal for calls of one kind."""
-        cu, S = self.cu, self.initial_state
+        """Equal for calls of one kind.
+
+        Raises:
+            TypeError: an argument should be a tensor and is none; the message names the first one.
+        """
+        tensors = self.tokens | {"cu_seqlens": self.cu, "initial_state": self.initial_state}
+        tensors = {name: x for name, x in tensors.items() if x is not None}
+        for name, x in tensors.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
         return (
             self.mechanism,
-            *((name, x.shape, x.dtype, x.device) for name, x in self.tokens.items()),
-            None if cu is None else (cu.shape, cu.dtype),
-            None if S is None else (S.shape, S.dtype, S.device),
+            *((name, x.shape, x.dtype, x.device) for name, x in tensors.items()),
             tuple(self.lengths) if isinstance(self.lengths, Sequence) else type(self.lengths),
             self.scale, self.exchange, self.segment, self.gradients,
         )  # fmt: skip
 
 
 class CallKind(NamedTuple):
-    """Facts that a rank keeps for all calls of one signature.
-
-    Attributes:
-        plan: the exchange, and the number of segments.
-        facts: facts that all ranks share, by the names of arguments.
-        tag: a number that stands for the facts.
-        lengths: tokens of each rank.
-        walk: the form that walks pieces, and its options.
-    """
+    """Facts that a rank keeps for all calls of one signature."""
 
     plan: Plan
-    facts: dict[str, str]
-    tag: float
-    lengths: tuple[int, ...]
+    facts: dict[str, str]  # those that all ranks share, by the names of arguments
+    tag: float  # a number that stands for the facts
+    lengths: tuple[int, ...]  # tokens of each rank
     walk: Walk
 
 
@@ -78,7 +70,6 @@ def agree(ranks: Ranks, arguments: Arguments) -> CallKind:
     """
     agreement, debug = ranks.agreement, os.environ.get("GLA_REF_DEBUG") == "1"
     with agreement.checking():
-        arguments.check_types()
         cu, signature = arguments.cu, arguments.signature()
         kind = ranks.kinds.get(signature) or kind_of(ranks, arguments)
         facts, readable = kind.facts, cu is not None and (debug or not cu.is_cuda)

@@ -115,8 +115,7 @@ class Agreement:
     def took_part(self, of_all: bool) -> None:
         """Tell the other ranks, after an exchange, that this rank's earlier refusals and reasons are over.
 
-        Args:
-            of_all: whether the exchange ends only where every rank has taken part in it.
+        An exchange `of_all` ranks ends only where every rank has taken part in it.
         """
         self.exchanges += of_all
         for n, refusal in self.refusals.items():

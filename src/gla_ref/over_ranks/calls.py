@@ -160,7 +160,7 @@ def split_over_ranks(
     mechanism: str, tokens: dict[str, Tensor | None], initial_state: Tensor | None, cu_seqlens: Tensor | None, group,
     scale=None, lengths=None, exchange=None, segment=None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run any function of :mod:`gla_ref.context_parallel`."""
+    """Run any function of :mod:`gla_ref.context_parallel`, in the three steps that it names."""
     tokens = {name: x for name, x in tokens.items() if x is not None}
     inputs = *tokens.values(), *([] if initial_state is None else [initial_state])
     gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
@@ -170,11 +170,10 @@ def split_over_ranks(
         call = Call(ranks, agree(ranks, arguments), arguments)
         cut = [call.cut(x) for x in tokens.values()]
         batches = [dict(zip(tokens, parts, strict=True)) for parts in zip(*cut, strict=True)]
-        maps = call.write_maps(batches, gradients)
+        maps = call.write_maps(batches, gradients)  # step 1
         saved = [x | written.kept for x, written in zip(batches, maps, strict=True)]
-        starts = Enter.apply(call, [written.map for written in maps], initial_state, *tokens.values())
-        # popped, so that the walk's tensors are freed after their use
-        walked = [
+        starts = Enter.apply(call, [written.map for written in maps], initial_state, *tokens.values())  # step 2
+        walked = [  # step 3; a map is popped, so that what it has prepared is freed after its use
             call.walk.resumed(x, S, maps.pop(0).prepared, piece.cu)
             for x, S, piece in zip(batches, starts, call.segments[:: call.rows], strict=True)
         ]

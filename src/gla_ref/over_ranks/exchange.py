@@ -104,7 +104,7 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, plan: Plan, facts: dict[str, str], tag: float):
         self.ranks, self.plan, self.facts, self.tag = ranks, plan, facts, tag
-        self.sent: list[tuple[dist.Work, Tensor, int]] = []  # messages on their way, and the ranks that they go to
+        self.under_way: list[tuple[dist.Work, Tensor, int]] = []  # messages, and the ranks that they go to
 
     def entering(self, maps: Maps, backwards: bool = False) -> Tensor:
         """Find the state that comes into this rank's first (backwards: last) segment, from the maps of its segments."""
@@ -155,13 +155,13 @@ class Exchange:
             found.append(S)
             if 0 <= after < ranks.size:
                 numbers = torch.cat([S.new_full((1,), self.tag), part.run(S, backwards)[1].flatten()])
-                self.sent.append((ranks.send(numbers, after), numbers, after))
+                self.under_way.append((ranks.send(numbers, after), numbers, after))
         return torch.cat(found, 1) if blocks > 1 else found[0]
 
     def flush_sends(self) -> None:
         """Wait until every message that was sent has gone out; its memory may then be used again."""
-        while self.sent:
-            work, numbers, rank = self.sent.pop()
+        while self.under_way:
+            work, numbers, rank = self.under_way.pop()
             self.wait(work, numbers, [rank])
 
     def checked(self, S: Tensor, tags: Tensor, ranks: list[int]) -> Tensor:
