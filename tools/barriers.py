@@ -101,7 +101,7 @@ class Function:
             views[made] = known[made] = View(made)
         elif name.startswith("ttg.memdesc_") and used[0] in views:
             view = views[used[0]]
-            if index := re.match(rf"ttg\.memdesc_index {NAME}\[({NAME})\] : !ttg\.memdesc<(\d+)", operation):
+            if index := re.match(rf"ttg\.memdesc_index {NAME}\[({NAME})\].* : !ttg\.memdesc<(\d+)", operation):
                 slot = 0 if index[2] == "1" else known.get(index[1])
                 view = View(view.allocation, (*view.slot, index[1] if slot is None else slot))
             known[made] = view
