@@ -73,36 +73,36 @@ def lost(*slots: int) -> list[str]:
 
 
 def test_barriers_that_roles_use_and_that_are_invalidated_pass():
-    assert barriers.unkept(program()) == []
+    assert barriers.broken(program()) == []
     any_slot = "ttng.arrive_barrier %any, 1 : !BAR"
-    assert barriers.unkept(program("wait_", "inner_", INSIDE=any_slot)) == []  # it may be either
-    assert barriers.unkept(program("inner_", "%any", captures=False)) == []  # the first role captures nothing
+    assert barriers.broken(program("wait_", "inner_", INSIDE=any_slot)) == []  # it may be either
+    assert barriers.broken(program("inner_", "%any", captures=False)) == []  # the first role captures nothing
 
 
 @pytest.mark.parametrize("slot", (0, 1))
 def test_one_slot_of_several_that_no_role_uses_is_named(slot):
-    assert barriers.unkept(program(f"wait_barrier %outer_{slot}", f"inner_{slot}")) == unused(slot)
+    assert barriers.broken(program(f"wait_barrier %outer_{slot}", f"inner_{slot}")) == unused(slot)
 
 
 def test_a_barrier_that_nobody_uses_is_named_whether_it_is_invalidated_or_not():
-    assert barriers.unkept(program(*USES, captures=False)) == unused(0, 1)
-    both = barriers.unkept(program(*USES, "inval_", captures=False))
+    assert barriers.broken(program(*USES, captures=False)) == unused(0, 1)
+    both = barriers.broken(program(*USES, "inval_", captures=False))
     assert sorted(both) == sorted(unused(0, 1) + lost(0, 1))
 
 
 def test_a_use_before_the_roles_is_not_one_by_a_role():
     early = "ttng.wait_barrier %outer_0, %c0 : !BAR\n    ttng.wait_barrier %outer_1, %c0 : !BAR"
-    assert barriers.unkept(program(*USES, captures=False, BEFORE=early)) == unused(0, 1)
+    assert barriers.broken(program(*USES, captures=False, BEFORE=early)) == unused(0, 1)
     over = early + "\n    ttng.inval_barrier %outer_0 : !BAR\n    ttng.inval_barrier %outer_1 : !BAR"
     # after `inval` the memory belongs to something else
-    assert barriers.unkept(program(*USES, "inval_", captures=False, BEFORE=over)) == []
+    assert barriers.broken(program(*USES, "inval_", captures=False, BEFORE=over)) == []
 
 
 def test_a_barrier_is_invalidated_slot_by_slot():
-    assert barriers.unkept(program("inval_")) == lost(0, 1)
-    assert barriers.unkept(program("inval_barrier %outer_1")) == lost(1)
+    assert barriers.broken(program("inval_")) == lost(0, 1)
+    assert barriers.broken(program("inval_barrier %outer_1")) == lost(1)
     first = "ttng.inval_barrier %outer_0 : !BAR"
-    early = barriers.unkept(program("inval_barrier %outer_0", BEFORE=first))
+    early = barriers.broken(program("inval_barrier %outer_0", BEFORE=first))
     assert early == ["barrier %bars[0] is initialised and nothing uses it"]  # as long as it is one
 
 
@@ -136,7 +136,7 @@ for invalidate in (False, True):
     signature = {"out": "*i32", "places": "*i32", "bounds": "*i32", "INVALIDATE": "constexpr"}
     source = GluonASTSource(kernel, signature, {"INVALIDATE": invalidate})
     asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm
-    print(*barriers.unkept(asm["ttgir"]), sep="\\n", end="\\n---\\n")
+    print(*barriers.broken(asm["ttgir"]), sep="\\n", end="\\n---\\n")
 """
 
 

@@ -53,21 +53,18 @@ def examined(rank, group, mechanism, wrong=None, **options):
 # What somebody may write who builds it anew, on the lines of context_parallel that it would stand in.
 
 
-def exchange(change):
-    """Another exchange of states; `change(maps, backwards, right)` gets the right one."""
-    right = Exchange.entering
+def exchange(change, *ways):
+    """Another exchange of states in some ways (BACK); `change(exchange, maps, backwards, right)` gets the right one."""
+    entering = Exchange.entering
 
     def wrong(self, maps, backwards=False):
-        return change(self, maps, backwards, lambda maps: right(self, maps, backwards))
+        right = functools.partial(entering, self, backwards=backwards)
+        return change(self, maps, backwards, right) if backwards in ways else right(maps)
 
     return lambda: mock.patch.object(Exchange, "entering", wrong)
 
 
-def only_if(when, change):
-    return lambda it, maps, back, right: change(it, maps, back, right) if when(back) else right(maps)
-
-
-always, forwards, backward = (lambda b: True), (lambda b: not b), (lambda b: b)
+FORTH, BACK = False, True
 
 
 def inclusive(it, maps, backwards, right):
@@ -90,8 +87,6 @@ def empty(it, maps, backwards, right):
 
 
 def from_the_left(self, maps, backwards, right):
-    if not backwards:
-        return right(maps)
     self.plan = self.plan._replace(exchange="all-gather")
     return self.gathered(maps, False)
 
@@ -104,8 +99,8 @@ def goes_on():
         right(self, a, e, is_first, is_last, total, cu)
         if cu is not None:
             self.left = (cu <= a).sum().sub(1).view(1)
-            another = self.left != self.right
-            self.right_starts_here, self.left_stops_here = another | (a == 0), another | (e == total)
+            same = self.left == self.right
+            self.right_from_before, self.left_from_after = same & (a > 0), same & (e < total)
             self.of_left = torch.arange(a, e) < cu[self.left + 1]
             self.from_left, self.to_right = a > 0, cu[self.right + 1] >= e
 
@@ -125,14 +120,14 @@ def lost():
 
 
 WRONG = {  # what is wrong, ranks, cases to look at
-    "nothing crosses": (exchange(only_if(always, nothing)), 2, "s[cqt]*"),
-    "nothing crosses back": (exchange(only_if(backward, nothing)), 2, "[ps][aq]*"),
-    "inclusive": (exchange(only_if(forwards, inclusive)), 2, "s[ct]*"),
-    "inclusive, back": (exchange(only_if(backward, inclusive)), 2, "s[ct]*"),
-    "no decay": (exchange(only_if(always, undecayed)), 3, "s[ct]*"),
-    "no decay, back": (exchange(only_if(backward, undecayed)), 3, "s[ct]*"),
-    "empty": (exchange(only_if(always, empty)), 2, "length 145"),
-    "order": (exchange(from_the_left), 3, "s[ct]*"),
+    "nothing crosses": (exchange(nothing, FORTH, BACK), 2, "s[cqt]*"),
+    "nothing crosses back": (exchange(nothing, BACK), 2, "[ps][aq]*"),
+    "inclusive": (exchange(inclusive, FORTH), 2, "s[ct]*"),
+    "inclusive, back": (exchange(inclusive, BACK), 2, "s[ct]*"),
+    "no decay": (exchange(undecayed, FORTH, BACK), 3, "s[ct]*"),
+    "no decay, back": (exchange(undecayed, BACK), 3, "s[ct]*"),
+    "empty": (exchange(empty, FORTH, BACK), 2, "length 145"),
+    "order": (exchange(from_the_left, BACK), 3, "s[ct]*"),
     "goes on": (goes_on, 2, "packed*"),
     "lost": (lost, 2, "packed*"),
 }

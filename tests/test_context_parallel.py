@@ -198,43 +198,26 @@ def test_long_pieces_have_many_chunks(pool):
         check(ask(pool, 2, mechanism, x, cu, [170, 130]), results(gla_ref.FORMS[mechanism]["recurrent"], x, cu))
 
 
-def by_another_group(rank, group, x, kind):
-    """The same through a mesh, or compiled."""
-    own = {n: y[:, 20 * rank : 20 * rank + 20] for n, y in x.items() if n not in ("S", "dS", "do")}
-    if kind == "mesh":
+def by_other_ways(rank, group, x, lengths, way):
+    """Through a mesh, compiled, or with an initial state, in a second call, which only the first rank has."""
+    a = sum(lengths[:rank])
+    own = {n: y[:, a : a + lengths[rank]] for n, y in x.items() if n not in ("S", "dS", "do")} | {"lengths": lengths}
+    if way == "mesh":
         mesh = dist.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
         return context_parallel.gla(**own, group=mesh)[0]
-
-    def twice(**own):
-        return 2 * context_parallel.gla(**own, group=group)[0]
-
-    return torch.compile(twice, backend="eager")(**own) / 2
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("kind", ["mesh", "compiled"])
-def test_mesh_and_compile(pool, kind):
-    x, _ = problem("gla")
-    tokens = {n: y for n, y in x.items() if n not in ("S", "dS", "do")}
-    parts = pool.ask(2, by_another_group, x, kind)
-    assert error(torch.cat(parts, 1), gla_ref.gla.recurrent(**tokens)[0]) < 1e-10
-
-
-def without_state_and_with(rank, group, x, lengths):
-    """Only the first rank has an initial state, and only in the second call."""
-    a = sum(lengths[:rank])
-    own = {n: y[:, a : a + lengths[rank]] for n, y in x.items() if n not in ("S", "dS", "do")}
-    context_parallel.gla(**own, group=group, lengths=lengths)
-    S = None if rank else x["S"]
-    return context_parallel.gla(**own, group=group, lengths=lengths, initial_state=S)[0]
+    if way == "compiled":
+        return torch.compile(lambda **own: 2 * context_parallel.gla(**own, group=group)[0], backend="eager")(**own) / 2
+    context_parallel.gla(**own, group=group)
+    return context_parallel.gla(**own, group=group, initial_state=None if rank else x["S"])[0]
 
 
 @pytest.mark.deep
-def test_only_the_first_rank_has_a_state(pool):
+@pytest.mark.parametrize("way", ["mesh", "compiled", "state"])
+def test_other_ways_to_call(pool, way):
     x, _ = problem("gla")
     tokens = {n: y for n, y in x.items() if n not in ("S", "dS", "do")}
-    parts = pool.ask(3, without_state_and_with, x, SPLITS[3])
-    assert error(torch.cat(parts, 1), gla_ref.gla.recurrent(**tokens, initial_state=x["S"])[0]) < 1e-10
+    exact, _ = gla_ref.gla.recurrent(**tokens, initial_state=x["S"] if way == "state" else None)
+    assert error(torch.cat(pool.ask(3, by_other_ways, x, SPLITS[3], way), 1), exact) < 1e-10
 
 
 def a_model(rank, group, *args):
@@ -496,10 +479,10 @@ def test_kernels_find_maps(mechanism):
     by_kernel = Walk(forms["triton"], True, 0.3, torch.float32)
     low = {n: y.to(HERE, torch.float32) for n, y in x.items()}
     for right, found in (
-        (write_map(exact, x), write_map(by_kernel, low)),
+        (write_map(exact, x).map, write_map(by_kernel, low).map),
         (read_map(exact, x, do), read_map(by_kernel, low, do.to(HERE, torch.float32))),
     ):
-        for a, b in zip((*right[0], right[1]), (*found[0], found[1]), strict=True):
+        for a, b in zip((*right.M, right.X), (*found.M, found.X), strict=True):
             assert a.shape == b.shape and error(b.cpu(), a) < 1e-5
 
 
@@ -549,19 +532,15 @@ def check_sums_on_hopper(B, T, K, V, kind=MILD, dtype=BF16):
             compare({"S": decay[..., None] * x["S"] + X}, judged)
 
 
-WALKS = [(64, 128, MILD), (128, 64, "many resets"), (72, 40, "mild and strong chunks")]
+WALKS = [(200, *x, BF16) for x in ((64, 128, MILD), (128, 64, "many resets"), (72, 40, "mild and strong chunks"))]
+WALKS.append((1050, 64, 64, MILD, F16))  # in segments
 
 
 @played_here
-@pytest.mark.parametrize("K, V, kind", thin(WALKS, *WALKS[:2]))
-def test_hopper_walk_adds_up(K, V, kind):
+@pytest.mark.parametrize("T, K, V, kind, dtype", thin(WALKS, *WALKS[:2], WALKS[3]))
+def test_hopper_walk_adds_up(T, K, V, kind, dtype):
     """GLA's map, both ways, by the walk that adds up segments of one GPU's call."""
-    check_sums_on_hopper(1, 200, K, V, kind)
-
-
-@played_here
-def test_hopper_walk_adds_up_in_segments():
-    check_sums_on_hopper(1, 1050, 64, 64, dtype=F16)
+    check_sums_on_hopper(1, T, K, V, kind, dtype)
 
 
 @played_here

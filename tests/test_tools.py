@@ -11,11 +11,14 @@ import count_lines
 import count_tests
 import nightly
 import pytest
+from barriers import broken
 from cases import in_process
 
 ROOT = Path(__file__).parents[1]
 
 LOOP = """
+  tt.func public @walk(%p: !tt.ptr<bf16>) {
+%buffer = ttg.local_alloc : () -> !ttg.memdesc<2x64xbf16>
 %x0 = ttg.memdesc_index %buffer[%c0] : !ttg.memdesc<2x64xbf16> -> smem
 scf.for %i = %a to %b {
   %x = ttg.memdesc_index %buffer[%n] : !ttg.memdesc<2x64xbf16> -> smem
@@ -51,11 +54,12 @@ SASS = """.text.product:
 
 
 def test_loops_that_lose_an_operand_are_found():
-    broken = pytest.importorskip("compile_kernels", reason="needs Triton").broken
     assert not broken(LOOP)  # the next round's copy goes to the other slot
     same = LOOP.replace("%p, %next", "%p, %x")
     assert ["in flight" in text for text in broken(same)] == [True]
     assert not broken(same.replace("pendings = 1", "pendings = 0"))
+    again = LOOP[LOOP.index("%buffer") :].replace("%buffer", "%other")  # with the first loop's names
+    assert ["in flight" in text for text in broken(same + again)] == [True]
     passing = LOOP.replace("dot %t, %x", "dot %t, %copy")
     assert ["in flight" in text for text in broken(passing)] == [True]
     single = LOOP.replace("<2x", "<1x")

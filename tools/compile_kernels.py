@@ -6,12 +6,10 @@
 
 A plan says what a call launches on any class of GPU, and Triton's compiler needs a target, not a device; the assembler
 comes with Triton. Every launch of forward and backward must fit its card and, where K, V <= 128, spill at most SPILLED
-bytes a thread (but on Hopper, whose tiles were chosen by time, on a GPU). The rule that is checked on compiled loops
-was learnt from wrong results (lab/known.md): a product on tensor cores is waited for, and with it its operands, before
-shared memory is written again; and no product in a branch takes an operand from a buffer that a pipelined loop refills.
-And where warps have different jobs, those of one meet before one thread arrives at a barrier for all, and the barriers'
-bytes are their own (barriers.py). In the assembler's code no uniform register is read that nothing has set,
-and no product finds its operands by a thread's number (sass.py).
+bytes a thread (but on Hopper, whose tiles were chosen by time, on a GPU). Products keep their operands in shared
+memory, and barriers their bytes (barriers.py). Where warps have different jobs, those of one meet before one thread
+arrives at a barrier for all. In the assembler's code no uniform register is read that nothing has set, and no product
+finds its operands by a thread's number (sass.py).
 
 A launch's fingerprint is a hash of the version of Triton, of what its plan fixes, and of the source of its kernel with
 all that it calls; launches with the same fingerprint are compiled once. `--changed` compiles those that
@@ -56,65 +54,7 @@ ALIKE = (86, 89)  # classes that launch what sm_80 does, by the same assembler: 
 ARCHS = [int(name.removeprefix("sm_")) for name in CLASSES]
 EVERY = CASES | WIDE
 LAUNCHES, LIMIT = results.file("compiled launches"), 24  # the gate compiles as many changed launches as this
-REFILL = re.compile(r"async_copy_global_to_local|async_tma_copy_global_to_local|ttg\.local_store")
 TILES = ("C", "BM", "BN", "BK", "BV")
-
-
-def slot(line: str) -> dict[str, str]:
-    """The view of a buffer that a line makes, and which slot of which it is; one slot, whatever it is called."""
-    view = re.search(r"(%\w+) = ttg\.memdesc_index (%\w+)(\[%[\w-]+\])", line)
-    return {view[1]: view[2] if "<1x" in line else view[2] + view[3]} if view else {}
-
-
-def broken(ttgir: str) -> list[str]:
-    """Lines of a kernel's TTGIR that break the rule."""
-    lines = [line for line in ttgir.splitlines() if line.strip()]
-    regions: list[tuple[int, str]] = []  # (indentation, kind) of what is open
-    slots: dict[str, str] = {}  # a view of a buffer that a pipelined loop refills: which slot of which
-    broken_lines = []
-    for n, line in enumerate(lines):
-        indent, text = len(line) - len(line.lstrip()), line.strip()
-        while regions and indent <= regions[-1][0] and not text.startswith("} else"):
-            regions.pop()
-        slots |= slot(text)
-        if view := re.match(r"(%\w+) = ttg\.memdesc_trans (%\w+)", text):
-            slots |= {view[1]: slots[view[2]]} if view[2] in slots else {}
-        if product := re.match(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+)", text):
-            inside, operands = [kind for _, kind in regions], {product[2], product[3]}
-            # a first operand in registers is the assembler's concern
-            if re.search(r" : tensor<.*> \* !ttg", text):
-                operands = {product[3]}
-            branch = "if" in inside and "for" in inside[: inside.index("if")]
-            if branch and operands & set(slots):
-                broken_lines.append(f"in a branch, from a pipelined buffer: {text[:90]}")
-            rest = [x for x in lines[n + 1 :] if "scf.yield" not in x or len(x) - len(x.lstrip()) <= indent]
-            if "isAsync = true" in text and refilled(product[1], operands, rest, slots):
-                broken_lines.append(f"in flight when its memory is written: {text[:90]}")
-        if opens := re.search(r"scf\.(if|for|while)\b.*\{$", text):
-            regions.append((indent, "if" if opens[1] == "if" else "for"))
-    return broken_lines
-
-
-def refilled(product: str, operands: set[str], later: list[str], slots: dict[str, str]) -> bool:
-    """Whether memory that holds an operand may be written while the product is in flight.
-
-    It may stay in flight into the next round only if all operands are slots that the copies of this round leave alone.
-    """
-    views, issued = dict(slots), 0
-    for line in later:
-        issued += " = ttng.warp_group_dot " in line
-        if "warp_group_dot_wait" in line:
-            if int(re.search(r"pendings = (\d+)", line)[1]) <= issued:  # products end in order
-                return False
-            if re.search(rf"{product}\b", line) and not operands <= set(slots):
-                return True  # a passing copy, whose memory counts as free from here on
-        views |= slot(line)
-        written = {views.get(x, x) for x in re.findall(r"%\w+", line)} if REFILL.search(line) else set()
-        if written & {slots.get(x, x) for x in operands}:
-            return True
-        if "scf.yield" in line:
-            break
-    return not operands <= set(slots)
 
 
 def cases_of(arch: int) -> list[str]:
@@ -168,9 +108,8 @@ def compiled(launch: Launch, arch: int) -> dict:
         "registers": roles(kernel.asm["ptx"]) or registers,
         "spilled": spilled,
         "shared": kernel.metadata.shared,
-        "broken": broken(kernel.asm["ttgir"])
+        "broken": barriers.broken(kernel.asm["ttgir"])
         + unmet(kernel.asm["ptx"])
-        + barriers.unkept(kernel.asm["ttgir"])
         + [f"reads what nothing or another use has set: {text}" for text in sass.wrong(kernel.asm["cubin"])],
     }
 

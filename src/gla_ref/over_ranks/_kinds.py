@@ -32,42 +32,32 @@ class Arguments(NamedTuple):
     segment: int | None  # tokens
     gradients: bool  # whether a gradient will be asked for
 
-    def check_types(self) -> None:
-        """Raise a TypeError that names the first argument which should be a tensor and is none."""
-        for name, x in (*self.tokens.items(), ("cu_seqlens", self.cu), ("initial_state", self.initial_state)):
-            if x is not None and not isinstance(x, Tensor):
-                raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-
     def signature(self) -> tuple:
-        """Equal for calls of one kind."""
-        cu, S = self.cu, self.initial_state
+        """Equal for calls of one kind.
+
+        Raises:
+            TypeError: an argument should be a tensor and is none; the message names the first one.
+        """
+        tensors = self.tokens | {"cu_seqlens": self.cu, "initial_state": self.initial_state}
+        tensors = {name: x for name, x in tensors.items() if x is not None}
+        for name, x in tensors.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
         return (
             self.mechanism,
-            *((name, x.shape, x.dtype, x.device) for name, x in self.tokens.items()),
-            None if cu is None else (cu.shape, cu.dtype),
-            None if S is None else (S.shape, S.dtype, S.device),
+            *((name, x.shape, x.dtype, x.device) for name, x in tensors.items()),
             tuple(self.lengths) if isinstance(self.lengths, Sequence) else type(self.lengths),
             self.scale, self.exchange, self.segment, self.gradients,
         )  # fmt: skip
 
 
 class CallKind(NamedTuple):
-    """Facts that a rank keeps for all calls of one signature.
-
-    Attributes:
-        plan: the exchange, and the number of segments.
-        facts: facts that all ranks share, by the names of arguments.
-        common: the facts without names, as a key.
-        tag: a number that stands for the facts.
-        lengths: tokens of each rank.
-        walk: the form that walks pieces, and its options.
-    """
+    """Facts that a rank keeps for all calls of one signature."""
 
     plan: Plan
-    facts: dict[str, str]
-    common: tuple[str, ...]
-    tag: float
-    lengths: tuple[int, ...]
+    facts: dict[str, str]  # those that all ranks share, by the names of arguments
+    tag: float  # a number that stands for the facts
+    lengths: tuple[int, ...]  # tokens of each rank
     walk: Walk
 
 
@@ -78,20 +68,14 @@ def agree(ranks: Ranks, arguments: Arguments) -> CallKind:
     each set of facts: what all ranks have in common, so that all of them ask at the same call. Boundaries of packed
     sequences, which change from call to call, are asked for at every call where their values may be looked at.
     """
-    cu, debug = arguments.cu, os.environ.get("GLA_REF_DEBUG") == "1"
-    try:
-        arguments.check_types()
-        signature = arguments.signature()
+    agreement, debug = ranks.agreement, os.environ.get("GLA_REF_DEBUG") == "1"
+    with agreement.checking():
+        cu, signature = arguments.cu, arguments.signature()
         kind = ranks.kinds.get(signature) or kind_of(ranks, arguments)
         facts, readable = kind.facts, cu is not None and (debug or not cu.is_cuda)
         if readable:
             facts = facts | {"cu_seqlens": f"{contract.check_cu_seqlens(cu, 1, sum(kind.lengths))}"}
-    except (TypeError, ValueError) as error:
-        ranks.agreement.refuse(error)
-        raise
-    if debug or readable or kind.common not in ranks.agreed_facts:
-        ranks.agreement.reach(facts)
-        ranks.agreed_facts.add(kind.common)
+    (agreement.reach if debug or readable else agreement.reach_once)(facts)
     ranks.kinds[signature] = kind
     return kind._replace(facts=facts)
 
@@ -126,9 +110,8 @@ def kind_of(ranks: Ranks, arguments: Arguments) -> CallKind:
     )  # fmt: skip
     walk = Walk(FORMS[mechanism][chosen.walk], chosen.walk == "triton", scale, contract.compute_dtype(*tokens.values()))
     facts = facts_of(arguments, lengths, scale)
-    common = tuple(facts.values())
-    tag = float(zlib.crc32(repr(common).encode()) % 2**24)  # float32 holds it exactly
-    return CallKind(chosen, facts, common, tag, lengths, walk)
+    tag = float(zlib.crc32(repr(facts).encode()) % 2**24)  # float32 holds it exactly
+    return CallKind(chosen, facts, tag, lengths, walk)
 
 
 def facts_of(arguments: Arguments, lengths: tuple[int, ...], scale: float) -> dict[str, str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError
 from contextlib import AbstractContextManager, nullcontext
-from queue import Empty, SimpleQueue
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -34,7 +34,6 @@ class Ranks:
     Attributes:
         rank, size, agreement: this rank's number, the number of ranks, and the questions that all ranks answer.
         kinds: the kinds of calls that this rank has made (`CallKind` of _kinds.py), by their signatures.
-        agreed_facts: the facts that all ranks have agreed upon, of each kind of call.
         lookout: the thread that says why a GPU waits; None before the first exchange.
         sent: the bytes that this rank has handed to torch.distributed in its exchanges.
         stage: the context of each stage of a call, "maps" or "exchange"; a program that measures sets its own.
@@ -46,7 +45,6 @@ class Ranks:
         self._group, self.rank, self.size = ref(group), dist.get_rank(group), dist.get_world_size(group)
         self.agreement = Agreement(group)
         self.kinds: dict[tuple, object] = {}
-        self.agreed_facts: set[tuple[str, ...]] = set()
         self.lookout: Lookout | None = None
         self.sent = 0
         self.stage: Callable[[str], AbstractContextManager] = nullcontext
@@ -106,7 +104,7 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, plan: Plan, facts: dict[str, str], tag: float):
         self.ranks, self.plan, self.facts, self.tag = ranks, plan, facts, tag
-        self.sent: list[tuple[dist.Work, Tensor, int]] = []  # messages on their way, and the ranks that they go to
+        self.under_way: list[tuple[dist.Work, Tensor, int]] = []  # messages, and the ranks that they go to
 
     def entering(self, maps: Maps, backwards: bool = False) -> Tensor:
         """Find the state that comes into this rank's first (backwards: last) segment, from the maps of its segments."""
@@ -130,7 +128,7 @@ class Exchange:
         """Send all maps to every rank; each rank runs through the maps before its own."""
         ranks, sizes = self.ranks, [math.prod(shape) for shape in self.plan.shapes]
         counts = (1,) * ranks.size if self.plan.composed else self.plan.segments
-        numbers = torch.cat([self.tagged(maps.X), *(y.flatten() for y in (*maps.M, maps.X))])
+        numbers = torch.cat([maps.X.new_full((1,), self.tag), *(y.flatten() for y in (*maps.M, maps.X))])
         if missing := 1 + max(counts) * sum(sizes) - len(numbers):
             numbers = F.pad(numbers, (0, missing))
         work, found = ranks.all_gather(numbers)
@@ -156,19 +154,15 @@ class Exchange:
                 S = self.checked(numbers[1:].view_as(S), numbers[:1], [before])
             found.append(S)
             if 0 <= after < ranks.size:
-                numbers = torch.cat([self.tagged(S), part.run(S, backwards)[1].flatten()])
-                self.sent.append((ranks.send(numbers, after), numbers, after))
+                numbers = torch.cat([S.new_full((1,), self.tag), part.run(S, backwards)[1].flatten()])
+                self.under_way.append((ranks.send(numbers, after), numbers, after))
         return torch.cat(found, 1) if blocks > 1 else found[0]
 
     def flush_sends(self) -> None:
         """Wait until every message that was sent has gone out; its memory may then be used again."""
-        while self.sent:
-            work, numbers, rank = self.sent.pop()
+        while self.under_way:
+            work, numbers, rank = self.under_way.pop()
             self.wait(work, numbers, [rank])
-
-    def tagged(self, x: Tensor) -> Tensor:
-        """The first number of a message, of x's dtype."""
-        return x.new_full((1,), self.tag)
 
     def checked(self, S: Tensor, tags: Tensor, ranks: list[int]) -> Tensor:
         """S, if the messages of these ranks have the tag of this call.
@@ -198,28 +192,23 @@ class Exchange:
             ValueError: another rank makes a call of another kind; the same text on every rank.
             RuntimeError: a rank died or hangs.
         """
-        try:
+        agreement = self.ranks.agreement
+        with agreement.waiting(self.facts, ranks):
             if x.is_cuda:
                 work.wait()
                 self.ranks.watch(work, self.facts, ranks)
                 return
-            done = SimpleQueue()
+            done = Future()
             threading.Thread(target=_finish, args=(work, done), daemon=True).start()
             while True:
                 try:
-                    error = done.get(timeout=PATIENCE)
-                    break
-                except Empty:
-                    self.ranks.agreement.answer(self.facts)
-            if error:
-                raise error
-        except RuntimeError as error:
-            raise self.ranks.agreement.lost(error, self.facts, ranks) from error
+                    return done.result(PATIENCE)
+                except TimeoutError:
+                    agreement.answer(self.facts)
 
 
-def _finish(work: dist.Work, done: SimpleQueue) -> None:
+def _finish(work: dist.Work, done: Future) -> None:
     try:
-        work.wait()
-        done.put(None)
+        done.set_result(work.wait())
     except RuntimeError as error:
-        done.put(error)
+        done.set_exception(error)

@@ -57,10 +57,8 @@ class Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx, total: Tensor, count: Tensor, pieces: Pieces) -> Tensor:
         both, ranks = torch.stack([total.double(), count.double()]), pieces.ranks
-        try:
+        with ranks.agreement.waiting(pieces.facts, ranks.others):
             dist.all_reduce(both, group=ranks.group)
-        except RuntimeError as error:
-            raise ranks.agreement.lost(error, pieces.facts, ranks.others) from error
         ranks.agreement.took_part(of_all=True)
         ctx.save_for_backward((ranks.size / both[1]).to(total.dtype))
         return (both[0] / both[1]).to(total.dtype)
@@ -123,34 +121,23 @@ class LossOverRanks(nn.Module):
         return Mean.apply(self.model.summed_loss(x, targets), (targets != IGNORED).sum(), pieces)
 
     def _agreed(self, tokens, targets, cu_seqlens, lengths) -> Pieces:
-        """Return the places of all tokens, after all ranks have agreed on them."""
-        ranks = self.ranks
-        try:
-            lengths = self._checked(tokens, targets, cu_seqlens, lengths)
-        except (TypeError, ValueError) as error:
-            ranks.agreement.refuse(error)
-            raise
+        """Check the arguments and return the places of all tokens, after all ranks have agreed on them."""
+        ranks, config = self.ranks, self.model.config
+        with ranks.agreement.checking():
+            check_tokens("tokens", tokens)
+            B, T = shape = tokens.shape
+            if targets is not None and targets.shape != shape:
+                raise ValueError(f"targets: expected shape {list(shape)} as of tokens, got {list(targets.shape)}")
+            least = max(1, config.conv_size - 1) if config.use_short_conv else 1
+            why = f" (a convolution sees {config.conv_size})" if least > 1 else ""
+            lengths = check_lengths(lengths, ranks.size, ranks.rank, T, "tokens", least, why)
+            contract.check_cu_seqlens(cu_seqlens, B, sum(lengths), values=False)
         facts = {
-            "tokens": f"[{tokens.shape[0]}, T] {tokens.dtype} on {tokens.device.type}",
+            "tokens": f"[{B}, T] {tokens.dtype} on {tokens.device.type}",
             "targets": "None" if targets is None else "given",
             "cu_seqlens": "None" if cu_seqlens is None else f"{list(cu_seqlens.shape)} {cu_seqlens.dtype}",
             "lengths": f"{list(lengths)}",
-            "config": f"{self.model.config}",
+            "config": f"{config}",
         }
-        common = tuple(facts.values())
-        if common not in ranks.agreed_facts:
-            ranks.agreement.reach(facts)
-            ranks.agreed_facts.add(common)
+        ranks.agreement.reach_once(facts)
         return Pieces(ranks, lengths, facts)
-
-    def _checked(self, tokens, targets, cu_seqlens, lengths) -> tuple[int, ...]:
-        """Check the arguments and return the lengths of all pieces."""
-        check_tokens("tokens", tokens)
-        (B, T), ranks, config = tokens.shape, self.ranks, self.model.config
-        if targets is not None and targets.shape != tokens.shape:
-            raise ValueError(f"targets: expected shape {list(tokens.shape)} as of tokens, got {list(targets.shape)}")
-        least = max(1, config.conv_size - 1) if config.use_short_conv else 1
-        why = f" (a convolution sees {config.conv_size})" if least > 1 else ""
-        lengths = check_lengths(lengths, ranks.size, ranks.rank, T, "tokens", least, why)
-        contract.check_cu_seqlens(cu_seqlens, B, sum(lengths), values=False)
-        return lengths

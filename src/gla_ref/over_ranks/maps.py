@@ -10,7 +10,7 @@ gate; the number 1 without gates). For the delta rules M is a K x K matrix, the 
 identity.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -121,13 +121,13 @@ class Walk(NamedTuple):
     scale: float
     dtype: torch.dtype
 
-    def resumed(self, x: Tokens, S: Tensor, made: list[Tensor], cu: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Walk tokens from the states S; `made` are the tensors that `write_map` has prepared for these tokens."""
-        if not made:
+    def resumed(self, x: Tokens, S: Tensor, prepared: Sequence[Tensor], cu: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Walk tokens from the states S; `prepared` is a field of the `WrittenMap` of these tokens."""
+        if not prepared:
             return self.form(**x, scale=self.scale, initial_state=S, cu_seqlens=cu)
         from ..kernels.kda import Resume
 
-        return Resume.apply(*(x[name] for name in ("q", "k", "v", "g", "beta")), S, *made, self.scale)
+        return Resume.apply(*(x[name] for name in ("q", "k", "v", "g", "beta")), S, *prepared, self.scale)
 
     def heads_first(self, *tensors: Tensor | None) -> list[Tensor | None]:
         """Return a tensor as [B, H, T, D] in the precision of states; None for None."""
@@ -135,51 +135,61 @@ class Walk(NamedTuple):
         return [None if x is None else heads_first(x.to(self.dtype)) for x in columns]
 
 
-def write_map(walk: Walk, x: Tokens, reads=False) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None, list[Tensor]]:
-    """Find (M, X) of rows of tokens, from left to right, from k, v and gates. No exponent is above 0.
+class WrittenMap(NamedTuple):
+    """The map of rows of tokens, from left to right, and by-products of the walk that has found it.
+
+    Attributes:
+        map: without the axis of segments.
+        kept: tensors by name that `read_map` need not find again; empty unless asked for.
+        prepared: tensors for `Walk.resumed`; empty if that starts anew.
+    """
+
+    map: Maps
+    kept: dict[str, Tensor]
+    prepared: Sequence[Tensor] = ()
+
+
+def write_map(walk: Walk, x: Tokens, keep: bool = False) -> WrittenMap:
+    """Find the map of rows of tokens from k, v and gates. No exponent is above 0.
 
     For this map a kernel reads k, v and g, which the walk of the piece reads again. For a delta rule it walks V + K
-    columns, not V, and with `reads` also finds what each token reads of each row of the state on the left,
-    `[B, T, HV, K]`; else, and of other mechanisms, that is None. Last come the tensors with which `Walk.resumed` goes
-    on.
+    columns, not V; then `keep` keeps M and what each token reads of each row of the state on the left, `[B, T, HV, K]`.
     """
     q, k, v, g, g_v = (x.get(name) for name in ("q", "k", "v", "g", "g_v"))
     if "beta" in x:
-        V = v.shape[-1]
         if walk.kernel:
-            X, M, o, made = border_kernels().written(q, k, v, g, x["beta"], scale=walk.scale, reads=reads)
-            return (M,), X, o, made
-        o, S = _of_identity(walk, x)
-        o = o[..., V:] if reads else None
-        return (S[..., V:],), S[..., :V], o, []
+            X, M, reads, prepared = border_kernels().written(q, k, v, g, x["beta"], scale=walk.scale, reads=keep)
+        else:
+            prepared, V = (), v.shape[-1]
+            o, S = _of_identity(walk, x)
+            X, M, reads = S[..., :V], S[..., V:], o[..., V:]
+        return WrittenMap(Maps((M,), X), {"M": M, "reads": reads} if keep else {}, prepared)
     if walk.kernel and g_v is None:
         X, decay = border_kernels().added(k, v, g)
-        return _decays(walk, x, decay), X, None, []
+        return WrittenMap(Maps(_decays(walk, x, decay), X), {})
     k, v, of_k, of_v = walk.heads_first(k, v, g, g_v)
-    return _decays(walk, x), decayed(k, of_k, decay_to_end).mT @ decayed(v, of_v, decay_to_end), None, []
+    X = decayed(k, of_k, decay_to_end).mT @ decayed(v, of_v, decay_to_end)
+    return WrittenMap(Maps(_decays(walk, x), X), {})
 
 
-def read_map(
-    walk: Walk, x: Tokens, do: Tensor, kept_map: tuple[Tensor, Tensor] | None = None
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Find (M^T, A) of rows of tokens, from right to left, from q, do and gates (for the delta rules, from k too).
+def read_map(walk: Walk, x: Tokens, do: Tensor) -> Maps:
+    """Find the map (M^T, A) of rows of tokens, from right to left, from q, do and gates (for a delta rule from k too).
 
-    `kept_map` is the M and the reads of the same tokens that `write_map` has found for a delta rule, if it has.
+    x may also have the `kept` tensors of the `WrittenMap` of the same tokens.
     """
     q, g, g_v = x["q"], x.get("g"), x.get("g_v")
     if "beta" in x:
-        if kept_map is None:
-            (M,), _, reads, _ = write_map(walk, x, reads=True)
-        else:
-            M, reads = kept_map
+        kept = x if "reads" in x else write_map(walk, x, keep=True).kept
+        M, reads = kept["M"].mT, kept["reads"]
         if walk.kernel:
-            return (M.mT,), border_kernels().added(reads, do)[0]
-        return (M.mT,), heads_first(reads).mT @ heads_first(do.to(walk.dtype))
+            return Maps((M,), border_kernels().added(reads, do)[0])
+        return Maps((M,), heads_first(reads).mT @ heads_first(do.to(walk.dtype)))
     if walk.kernel and g_v is None:
         A, decay = border_kernels().added(q, do, g, backwards=True)
-        return _decays(walk, x, decay), walk.scale * A
+        return Maps(_decays(walk, x, decay), walk.scale * A)
     q, do, of_q, of_do = walk.heads_first(q, do, g, g_v)
-    return _decays(walk, x), decayed(walk.scale * q, of_q, decay_from_start).mT @ decayed(do, of_do, decay_from_start)
+    A = decayed(walk.scale * q, of_q, decay_from_start).mT @ decayed(do, of_do, decay_from_start)
+    return Maps(_decays(walk, x), A)
 
 
 def _decays(walk: Walk, x: Tokens, rows: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -77,12 +77,9 @@ class Pieces(NamedTuple):
         members = dist.get_process_group_ranks(ranks.group)
         ends = ((dist.isend, x, there), (dist.irecv, received, back))
         ends = [dist.P2POp(do, y, members[r], ranks.group) for do, y, r in ends if 0 <= r < ranks.size]
-        try:
+        with ranks.agreement.waiting(self.facts, [r for r in (there, back) if 0 <= r < ranks.size]):
             for work in dist.batch_isend_irecv(ends) if ends else ():
                 work.wait()
-        except RuntimeError as error:
-            neighbours = [r for r in (there, back) if 0 <= r < ranks.size]
-            raise ranks.agreement.lost(error, self.facts, neighbours) from error
         ranks.agreement.took_part(of_all=False)
         return received
 

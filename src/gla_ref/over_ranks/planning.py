@@ -140,16 +140,9 @@ def choose_walk(dtype: torch.dtype, on_gpu: bool) -> tuple[str, str]:
 def check_lengths(
     lengths: Sequence[int] | None, ranks: int, rank: int, T: int, name: str, least: int = 0, why: str = ""
 ) -> tuple[int, ...]:
-    """The number of tokens of each rank, whose tensor `name` has T of them here.
+    """The number of tokens of each of so many ranks, if this rank's tensor `name` has T of them.
 
-    Args:
-        lengths: as in :func:`gla_ref.context_parallel.gla`; None if all ranks have T tokens.
-        ranks: how many ranks there are.
-        rank: this one.
-        T: tokens of this rank.
-        name: the tensor that has them.
-        least: the fewest tokens that a rank may have.
-        why: the reason for `least`, for the message.
+    A rank may not have fewer than `least`; `why` is the reason, for the message.
 
     Raises:
         TypeError, ValueError: the lengths do not fit.
