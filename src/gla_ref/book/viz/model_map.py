@@ -122,8 +122,8 @@ def model_map() -> Explorable:
     return Explorable(
         title="Which memory is right at the end?",
         notice="A blue square is the share that stays. Row 2 should last; row 1 is out of date as soon as a newer "
-        "value comes. A gate must know that moment, and fades other entries, too. Erasing does neither: a write "
-        "removes the value that its own key finds.",
+        "value comes. A gate must know that moment, and fades other entries, too. Erasing needs no such moment and "
+        "leaves the others: a write removes the value that its own key finds.",
         alt="Four tokens in a row; below, a token's gate as six squares, the state as a table of two rows and three "
         "columns, and next to it the latest value of each row; at the bottom the models that work like this.",
         controls=(Choice("Fades by", list(GATES)), Choice("Writes", WRITES), Slider("Step", range(2 * len(K4) + 1))),
