@@ -1,11 +1,11 @@
 """Shared by the tests of kernels: where they run, and how results are held to the budgets of emulated runs.
 
-The budget is one rule: 2 x the error of emulated runs + 4 eps (the oracle rule). The runs are those of the check kit
-(`gla_ref.check.oracle`). The worst of sixteen counts, which sum up every product in orders of their own (fewer, the
-larger the inputs): the worst element of a single run is one rounding's luck.
+Truth, emulated runs and the rule for budgets are the check kit's (`gla_ref.check.oracle`, `gla_ref.rounding`). The
+worst of sixteen runs counts, which sum up every product in orders of their own (fewer, the larger the inputs): the
+worst element of a single run is one rounding's luck. Where the kit judges octaves, and nearly nothing as an absolute
+error, here a quantity is judged at once, or the part of it that a test names, and however small it is (`cases.error`).
 """
 
-from collections import UserDict
 from functools import partial
 
 import pytest
@@ -46,7 +46,7 @@ def named(x):
     return {names.get(n, n): y for n, y in x.items() if y is not None}
 
 
-class Judged(UserDict):
+class Judged(dict):
     """{quantity: (exact, budget)}, worked out when a test asks for one: many need no gradients, or the inputs alone."""
 
     def __init__(self, work_out):
@@ -54,12 +54,8 @@ class Judged(UserDict):
         self.work_out = work_out
 
     def __missing__(self, name):
-        self.data = self.work_out(forward=name in ("o", "S")) | self.data
-        return self.data[name]
-
-    def __iter__(self):
-        self.data = self.work_out(forward=False) | self.data
-        return iter(self.data)
+        self |= self.work_out(forward=name in ("o", "S")) | self  # what a test has put there stays
+        return self[name]
 
 
 def budgets(mechanism, x, given, *, products=None, options=None, **how):
@@ -73,10 +69,8 @@ def budgets(mechanism, x, given, *, products=None, options=None, **how):
     products = products or given["q"]
     chosen = CHUNKS_OF_16 if products == torch.float32 else CHUNKS_OF_64
     copies = min(RUNS, max(3, ROOM // (x["v"].numel() * x["q"].shape[-1])))
-    tensors, emulate = (
-        named(x),
-        partial(oracle.emulated, mechanism, dtype=products, copies=copies, chosen=chosen, **how),
-    )
+    tensors = named(x)
+    emulate = partial(oracle.emulated, mechanism, dtype=products, copies=copies, chosen=chosen, **how)
 
     def work_out(forward):
         x = {n: y for n, y in tensors.items() if not (forward and n.startswith("d "))}

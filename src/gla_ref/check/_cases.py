@@ -496,10 +496,8 @@ def inputs(mechanism: str, case: Case, dtype: torch.dtype, seed: int, form: str 
 
     def drawn(x: Argument) -> Tensor:
         if x.role == "gate":
-            g = gate(case.gate, shape(x, before), rng)
-            return (
-                g if case.floor is None else g.clamp_min(lowest_held(case.floor, form, held(kind, x.name, case, dtype)))
-            )
+            floor = case.floor and lowest_held(case.floor, form, held(kind, x.name, case, dtype))
+            return gate(case.gate, shape(x, before), rng).clamp_min(-math.inf if floor is None else floor)
         if x.role == "strength":
             some = case.strength * torch.rand(shape(x, before), generator=rng, dtype=F64)
             return some if case.beta is None else torch.full_like(some, case.beta)

@@ -17,7 +17,7 @@ WIDER = 16  # times the numbers of a state that a claim makes of a case's before
 MANY_HEADS, PROGRAMS = 16, 148  # with fewer heads a case may keep its batch entries; multiprocessors of a GPU
 FLOORS = (None, -20.0, -5.0, -1.0, -0.1)  # bounds of gates that it is asked for
 WIDE = Case(K=40, V=36)  # sizes where a claim names none
-LOWEST = {
+LOWEST = {  # the lowest gate, or less, of each rung of the ladder that is no number
     "zero": 0.0,
     MILD: -1.0,
     "switch - 1e-3": -1.26,
@@ -26,6 +26,7 @@ LOWEST = {
     BY_CHUNKS: -30.0,
     WEAK_HEAD: -2.5,
     **dict.fromkeys(TURNS, -4.95),
+    **dict.fromkeys(("one strong channel", "resets at chunk ends", "many resets"), -math.inf),
 }
 
 
@@ -39,10 +40,7 @@ def dtype_of(x: torch.dtype | str) -> torch.dtype:
 
 def lowest(gate: str) -> float:
     """The lowest gate of a rung of the ladder, or less."""
-    try:
-        return float(gate)
-    except ValueError:
-        return LOWEST.get(gate, -math.inf)
+    return LOWEST[gate] if gate in LOWEST else float(gate)
 
 
 def up(n: int, multiple: int) -> int:
@@ -207,9 +205,7 @@ def milder(case: Case, floor: float | None) -> Case:
     """The same with no gate below the floor."""
     if floor is None or lowest(case.gate) >= floor:
         return case
-    try:
-        float(case.gate)
-    except ValueError:
+    if case.gate in LOWEST:
         return replace(case, floor=floor)
     rung = next((rung for rung in GATES if lowest(rung) == floor), f"{floor:g}")
     return replace(case, gate=rung, name=case.name.replace(case.gate, rung))

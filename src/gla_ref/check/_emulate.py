@@ -170,6 +170,11 @@ class Decayed(torch.autograd.Function):
         return d, x * d.to(ctx.dtype).to(d.dtype) if ctx.needs_input_grad[1] else None, None
 
 
+def in_chunks(x: Tensor, C: int) -> Tensor:
+    """`[B, T, H, D]` as `[B, H, chunks, C, D]`, the last chunk filled up with zeros."""
+    return rearrange(pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C)), "b (n t) h d -> b h n t d", t=C)
+
+
 def by_channel(g: Tensor | None, k: Tensor) -> Tensor:
     """Log gates as wide as k: each channel's own, each head's for all its channels, or zeros where there are none."""
     if g is None:
@@ -218,10 +223,8 @@ def two_level(q, k, v, g=None, g_v=None, *, state, scale, dtype, C, c=16, halves
     if g_v is not None:
         luck = Luck(luck.copies, thrice=luck.thrice, sizes=luck.sizes, seed=luck.rng.initial_seed(), sharp=True)
     T, alike = q.shape[1], g is None or g.ndim < k.ndim
-    tokens = q, k, v, by_channel(g, k), by_channel(g_v, v)
     C = min(C, -(-T // c) * c, C if g_v is None else 64)
-    q, k, v, g, decay = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
-    q, k, v, g, decay = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g, decay))
+    q, k, v, g, decay = (in_chunks(x, C) for x in (q, k, v, by_channel(g, k), by_channel(g_v, v)))
     half, total, exp = g.detach().sum(-2, keepdim=True) / 2, g.sum(-2), luck.exp
     if luck.sharp:
         least = -40.0 if dtype == torch.bfloat16 else -3.0
@@ -295,10 +298,8 @@ def corrected(q, k, v, beta, g=None, *, state, scale, dtype, C, c=16, ahead=Fals
     """
     T, alike, n = q.shape[1], g is None or g.ndim < k.ndim, v.shape[2] // q.shape[2]
     q, k = (x.repeat_interleave(n, 2) for x in (q, k))
-    tokens = q, k, v, by_channel(g, k), beta[..., None]
     C = min(C, -(-T // c) * c)
-    q, k, v, g, beta = (pad(x, (0, 0, 0, 0, 0, -T % C)) for x in tokens)
-    q, k, v, g, beta = (rearrange(x, "b (n t) h d -> b h n t d", t=C) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (in_chunks(x, C) for x in (q, k, v, by_channel(g, k), beta[..., None]))
     # a key reads the state to correct it, and writes
     total, asks = g.sum(-2), k
     if not luck.sharp:
@@ -367,8 +368,7 @@ class Whole(torch.autograd.Function):
     def sums(a, b, c, S, dtype):
         """sum_(j <= i) (a_i b_j) c_j + a_i S, and S behind the last token."""
         T, low = a.shape[1], a.dtype
-        a, b, c = (pad(x.double(), (0, 0, 0, 0, 0, -T % Whole.STEP)) for x in (a, b, c))
-        a, b, c = (rearrange(x, "b (n t) h d -> b h n t d", t=Whole.STEP) for x in (a, b, c))
+        a, b, c = (in_chunks(x.double(), Whole.STEP) for x in (a, b, c))
         states = torch.cat([S.double()[:, :, None], b.mT @ c], 2).cumsum(2)
         o, S = a @ states[:, :, :-1] + (a @ b.mT).tril() @ c, states[:, :, -1]
         if dtype != torch.float64:

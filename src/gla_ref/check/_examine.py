@@ -1,7 +1,4 @@
-"""Cases as rows of a report: posed, run, judged; the smallest that fails; the mistakes that explain it all.
-
-Appendix "Check your kernel".
-"""
+"""Cases become rows of a report: posed, run, judged, shrunk and explained (appendix "Check your kernel")."""
 
 import math
 import os
@@ -15,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +20,10 @@ from torch import Tensor
 from ._cases import OPTIONAL, Case
 from ._claims import Claim
 from ._kernel import SECONDS, Convention, Finding, Kernel
-from ._mechanisms import Kind
 from ._names import Seen, by_drop, by_head, by_name, by_terms
 from ._report import Report, Row
 from ._run import NO_GRAD, Results, Trial, broken, observe
-from ._where import Bounds, by_gates, common, locate, plainly, smaller, traits
+from ._where import Bounds, in_common, locate, partly, plainly, smaller
 from ._words import only_when
 from .oracle import Problem, numbers, problems, shape
 
@@ -35,19 +32,24 @@ LONE = 3  # failing cases that are run again, each in a process of its own
 WAYS = {"no_grad": NO_GRAD}  # calls without a backward pass, from which a kernel may still keep something
 PASSES = 77  # how a process ends in which a case passes: 0 also ends one whose module leaves before
 VERDICT = f"raise SystemExit({PASSES} if {{}}.ok else 1)"  # a call of the kit stands in the braces
-BREAKS, BROKE = 5, "breaks"  # processes that a kernel may break before the rest of its cases is left; such a finding
+BREAKS = 5  # processes that a kernel may break before the rest of its cases is left
 UNTRIED = "cases after those that broke their processes"
 ORACLE_THREADS = 2  # threads that work out problems
 ABREAST = 16  # problems of one shape at a time
 
 
-@dataclass
-class Posed:
+class Posed(NamedTuple):
     """A case as a function can be asked it: the rows of what it cannot, and the problem that is left, if any."""
 
     rows: list[Row]
-    problem: Problem | None = None
-    results: Results | None = None  # the kernel's
+    problem: Problem | None
+
+
+class Answer(NamedTuple):
+    """All rows of a case, and the call that they are of, if it gave results."""
+
+    rows: list[Row]
+    seen: Seen | None = None
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,19 @@ class Examiner:
         """The rows of what a function cannot be asked of a case, and the case that is left, if any."""
         rows, takes = [], self.kernel.takes
         if case.state and "initial_state" not in takes:
-            rows.append(Row(case.name, "S0", "not covered", message="initial state"))
+            rows.append(Row(case.name, "S0", message="initial state"))
             case = replace(case, state=False)
         lacks = case.ends and "cu_seqlens" not in takes and "packed sequences"
         lacks = lacks or (case.scale is not None and "scale" not in takes and "scale")
         lacks = lacks or (case.optional and not takes & {*self.kernel.kind.optional} and OPTIONAL["optional"])
         if lacks:
-            return [*rows, Row(case.name, "call", "not covered", message=lacks)], None
+            return [*rows, Row(case.name, "call", message=lacks)], None
         return rows, case
+
+    def may_call(self, case: Case) -> bool:
+        """Whether the kernel claims this very case, and has all that it gives."""
+        rows, _ = self.within_signature(case)
+        return not rows and self.claim.fit(case, self.kernel.kind) == case
 
     def pose(self, cases: list[Case]) -> list[Posed]:
         """Cases, best of one shape, worked out."""
@@ -88,11 +95,11 @@ class Examiner:
         made = iter(self.problems([case for _, case in left if case]))
         return [Posed(rows, next(made) if case else None) for rows, case in left]
 
-    def run(self, posed: Posed) -> Posed:
-        """Call the kernel; what it made of the case, and the rows of that."""
-        if posed.problem is None:
-            return posed
-        p, kind = posed.problem, self.kernel.kind
+    def run(self, posed: Posed) -> Answer:
+        """Call the kernel, and judge it."""
+        rows, p, kind = [*posed.rows], posed.problem, self.kernel.kind
+        if p is None:
+            return Answer(rows)
         results, findings = self.observe_or_break(p)
         stateless = results and all(results[n] is None for n in kind.states.values())
         if stateless and p.case.loss == "both" and results["dq"] is not None:
@@ -102,11 +109,10 @@ class Examiner:
         due = results
         if stateless and p.case.loss == "state":  # of nothing, then: no gradient is asked for
             due = {n: x for n, x in results.items() if not n.startswith("d")}
-        rows = posed.rows + [row_of(p, n, x) for n, x in due.items() if x is not None or self.claims(n)]
+        rows += [row_of(p, n, x) for n, x in due.items() if x is not None or self.claims(n)]
         for f in findings:
-            status = "not covered" if f.kind == "not covered" else "failed"
-            rows.append(Row(p.case.name, f.quantity, status, f.kind, message=only_when(f.when) if f.when else str(f)))
-        return Posed(rows, p, results)
+            rows.append(Row(p.case.name, f.quantity, kind=f.kind, message=only_when(f.when) if f.when else str(f)))
+        return Answer(rows, Seen(p, results) if results else None)
 
     def observe_or_break(self, p: Problem) -> tuple[Results, list[Finding]]:
         """What :func:`observe` finds. An error that the device does not survive is no refusal, and all that is said."""
@@ -119,13 +125,13 @@ class Examiner:
         if not (reason := broken(self.kernel.device)):
             return results, findings
         raised = next((str(f) for f in findings if f.kind == "raises"), reason)
-        return {}, [Finding(BROKE, f"{raised}; after that, nothing runs on {self.kernel.device} in this process")]
+        return {}, [Finding("breaks", f"{raised}; after that, nothing runs on {self.kernel.device} in this process")]
 
     def claims(self, name: str) -> bool:
         """Whether a quantity should be there: no gradient without a backward pass, no state where none is claimed."""
         return self.claim.gradient if name.startswith("d") else self.claim.state or name == "o"
 
-    def run_all(self, cases: list[Case], progress: Progress) -> Iterator[Posed]:
+    def run_all(self, cases: list[Case], progress: Progress) -> Iterator[Answer]:
         """The next problems are worked out while a kernel compiles, those of one shape side by side."""
         groups: dict[Case, list[Case]] = {}
         for case in cases:
@@ -155,7 +161,7 @@ class Examiner:
             rows = self.run(self.pose([case])[0]).rows
             return any(r.status == "failed" and r.quantity == first.quantity for r in rows)
 
-        if first.kind not in ("hangs", BROKE):  # every attempt would take the time limit, or a process
+        if first.kind not in ("hangs", "breaks"):  # every attempt would take the time limit, or a process
             *_, least = smaller(self.kernel.kind, replace(least, name="smallest", telling=False), fails)
         return self.lines(least)
 
@@ -178,7 +184,7 @@ class Examiner:
         """
         failing, kinds = report.failing, {row.kind for row in report.failures}
         few = len(report.cases) > 1 and (len(failing) <= min(LONE, len(report.cases) - 1) or kinds <= WAYS.keys())
-        if not few or kinds & {"hangs", "differs", BROKE} or not imported(self.kernel.fn):
+        if not few or kinds & {"hangs", "differs", "breaks"} or not imported(self.kernel.fn):
             return []
         seconds = 10 * self.kernel.seconds
         return list(takewhile(lambda name: passes(self.lines(report.cases[name], VERDICT), seconds), failing[:LONE]))
@@ -187,48 +193,39 @@ class Examiner:
         """The mistakes that the kernel behaves like, by all calls; bounds if nothing explains all."""
         mechanism = self.kernel.mechanism
         failed, passed = [s for s in calls if s.wrong], [s for s in calls if not s.wrong]
-        named = by_drop(failed, self.made, self.called)
+        named = by_drop(failed, self.forward, self.ask)
         if not named:
             telling = sorted(self.telling, key=numbers)
-            named = by_name(mechanism, self.dtype, failed, passed, self.called, telling)
+            named = by_name(mechanism, self.dtype, failed, passed, self.ask, telling)
         matches = [it for it in named if not it.somewhere]
-        terms = [] if matches else by_terms(mechanism, failed, passed, self.called)
+        terms = [] if matches else by_terms(mechanism, failed, passed, self.ask)
         matches = matches or [it for it in terms if not it.somewhere]
         where = ""
         if not matches and not report.alone:
             least = sorted(failed, key=lambda s: s.size)
-            cases = [[s.problem.case for s in some] for some in (failed, passed)]
-            report.smallest, report.measured, report.cut = self.measured(least, *cases)
+            # other calls like one that is wrong by a few budgets only may be right by luck
+            s = next((s for s in least if plainly(s.problem, s.results)), least[0])
+            bounds = Bounds(self, s.problem, frozenset(s.wrong))
+            cases = ([s.problem.case for s in some] for some in (failed, passed))
+            report.smallest, report.measured = bounds.statements(s.problem.case, *cases)
+            report.cut = bounds.cut
             matches = by_head(mechanism, failed)
             where = "" if matches else partly(report, [s.problem.case.name for s in failed])
             matches = matches or terms or named
         return [{"mistake": it.name + where, "line": it.mistake.line, "distance": it.distance} for it in matches]
 
-    def measured(
-        self, failed: list[Seen], failing: list[Case], passing: list[Case]
-    ) -> tuple[Case | None, list[str], bool]:
-        """The smallest case found that fails like the smallest one seen, its bounds, and that calls were wanting.
-
-        A case that is wrong by a few budgets only says nothing: other calls like it may be right by luck.
-        """
-        s = next((s for s in failed if plainly(s.problem, s.results)), failed[0])
-        bounds = Bounds(self, s.problem, frozenset(s.wrong))
-        return *bounds.statements(s.problem.case, failing, passing), bounds.cut
-
-    def called(self, case: Case) -> Seen | None:
+    def ask(self, case: Case) -> Seen | None:
         """One more case and the kernel's results; None where it gives none, or cannot be asked."""
-        k = self.kernel
-        rows, left = self.within_signature(case)
-        if rows or left is None or self.claim.fit(case, k.kind) != case:
+        if not self.may_call(case):
             return None
         (p,) = self.problems([case])
-        results = self.made(p, not k.how.forward_only)
-        return results and Seen(p, results)
+        results = Trial(self.kernel, p).as_usual()
+        return None if isinstance(results, Finding) else Seen(p, results)
 
-    def made(self, p: Problem, gradients: bool = False) -> Results | None:
-        """What the kernel makes of a problem; None where it gives nothing."""
+    def forward(self, p: Problem) -> Results | None:
+        """The results of a call without gradients; None where it gives none."""
         trial = Trial(self.kernel, p)
-        results = trial.attempt(gradients, trial.usual if gradients else trial.inference)
+        results = trial.attempt(False, trial.inference)
         return None if isinstance(results, Finding) else results
 
 
@@ -268,86 +265,57 @@ def passes(lines: str, seconds: float) -> bool:
     return False
 
 
-# -- rows and what they share -----------------------------------------------------------------------
+# -- rows ----------------------------------------------------------------------------------------
 def row_of(p: Problem, name: str, x: Tensor | None) -> Row:
-    """The verdict on one quantity of a case."""
+    """The row of one quantity of a case."""
     if x is None:
-        return Row(p.case.name, name, "not covered", "missing" if p.exact[name].any() else "zero")
+        return Row(p.case.name, name, kind="absent" if p.exact[name].any() else "zero")
     error, budget = p.judge(name, x)
-    row = Row(p.case.name, name, "passed", "error", error, budget)
-    if not error <= budget:
-        row.status = "failed"
-        place = locate(p, name, x)
-        row.where, row.only, row.map, row.grid = (place[n] for n in ("where", "only", "map", "grid"))
-        if not torch.isfinite(x).all():
-            row.kind, nan = "not finite", bool(x.isnan().any())
-            row.error, row.message = (math.nan, "NaN") if nan else (math.inf, "infinity")
-    return row
+    if error <= budget:
+        return Row(p.case.name, name, kind="error", error=error, budget=budget)
+    kind, message = "error", ""
+    if not torch.isfinite(x).all():
+        kind, error, message = "not finite", *((math.nan, "NaN") if x.isnan().any() else (math.inf, "infinity"))
+    return Row(p.case.name, name, kind=kind, error=error, budget=budget, message=message, **locate(p, name, x))
 
 
-def by_verdict(report: Report) -> tuple[list[Case], list[Case]]:
-    """The cases that fail and those that pass, if several fail; else none."""
-    failing = {*report.failing}
-    passing = {row.case for row in report.rows if row.status == "passed"} - failing
-    names = (failing, passing) if len(failing) > 1 else ((), ())
-    return tuple([report.cases[n] for n in report.cases if n in some] for some in names)
+def together(rows: list[Row], waivers: Mapping[str, str]) -> Iterator[Row]:
+    """The rows of all cases, beside one another: what others have is missing; a reason, if there is one, waives it.
 
-
-def in_common(report: Report, kind: Kind) -> list[str]:
-    """Sentences on the traits that all failing cases share, if several fail."""
-    sides = by_verdict(report)
-    wrong = [*dict.fromkeys(row.quantity for row in report.failures if row.error is not None)]
-    gates = by_gates(*sides, wrong) if kind.named("gate") and not report.alone else ""
-    return common(*sides) + [gates] * bool(gates)
-
-
-def partly(report: Report, names: list[str]) -> str:
-    """The places of a mistake that passing cases do not show: traits of failing cases, and where those are wrong."""
-    having = "; ".join(traits(*by_verdict(report))[0])
-    failed = [row for name in names for row in report.failures if row.case == name and row.where]
-    outputs = [row for row in failed if not row.quantity.startswith("d")]
-    rows = outputs or failed  # a wrong output makes gradients wrong elsewhere
-    rows = rows if all(row.only for row in rows) else []
-    where = f"only in {rows[0].only} ({rows[0].case})" if rows else ""
-    if having and not report.measured:
-        return f", only with {having}{where and f'; there {where}'}"
-    passing = len(report.covered) - len(report.failing)
-    return where and f", {where}" or (f", but not in {passing} other cases" if passing else "")
-
-
-def waive(row: Row, waivers: Mapping[str, str]) -> None:
-    """A failure does not count for which there is a reason, by quantity or "quantity@case"."""
-    for pattern, reason in waivers.items():
-        name, _, case = pattern.partition("@")
-        if row.status == "failed" and fnmatch(row.quantity, name) and fnmatch(row.case, case or "*"):
-            row.status, row.waived = "waived", reason
+    Reasons are by quantity or "quantity@case".
+    """
+    given = {row.quantity for row in rows if row.error is not None}
+    for row in rows:
+        if row.kind == "absent" and row.quantity in given:
+            message = "none is given, though it is not 0 and other cases give one"
+            row = replace(row, kind="missing", message=message)
+        for pattern, reason in waivers.items():
+            name, _, case = pattern.partition("@")
+            if row.status == "failed" and fnmatch(row.quantity, name) and fnmatch(row.case, case or "*"):
+                row = replace(row, waived=reason)
+        yield row
 
 
 def examine(examiner: Examiner, report: Report, progress: Progress, journal: MutableMapping[str, list[Row]]) -> None:
     """Fill in a report on its cases.
 
     The `journal` has the rows of cases that were called in processes before, and gets those of each case that is
-    called here. Under another name than a case's it says that a process broke while mistakes were looked for.
+    called here.
     """
-    cases, seen = list(report.cases.values()), []
-    breaks = sum(row.kind == BROKE for rows in journal.values() for row in rows)
+    cases, calls = list(report.cases.values()), []
+    breaks = sum(row.kind == "breaks" for rows in journal.values() for row in rows)
     left = [case for case in cases if case.name not in journal and breaks < BREAKS]
-    lost = bool({*journal} - {*report.cases})
-    for case, done in zip(left, examiner.run_all(left, progress), strict=True):
-        journal[case.name] = done.rows
-        if done.results and not case.optional:  # no mistake knows these
-            seen.append(Seen(done.problem, done.results))
-        if any(row.kind == BROKE for row in done.rows):
+    # a process that broke after all cases is in the journal, too, under what it was doing then
+    lost = bool(journal.keys() - report.cases.keys())
+    for case, (rows, seen) in zip(left, examiner.run_all(left, progress), strict=True):
+        journal[case.name] = rows
+        if seen and not case.optional:  # no mistake knows these
+            calls.append(seen)
+        if any(row.kind == "breaks" for row in rows):
             lost = True
             break
-    for case in cases:
-        report.rows += journal.get(case.name, [Row(case.name, "call", "not covered", message=UNTRIED)])
-    for row in report.rows:
-        waive(row, report.settings["waive"])
-    given = {row.quantity for row in report.rows if row.error is not None}
-    for row in report.rows:
-        if row.kind == "missing" and row.quantity in given:
-            row.status, row.message = "failed", "none is given, though it is not 0 and other cases give one"
+    rows = [journal.get(case.name, [Row(case.name, "call", message=UNTRIED)]) for case in cases]
+    report.rows = [*together([row for of in rows for row in of], report.settings["waive"])]
     report.alone = examiner.right_alone(report) if report.failures and not lost else []
     report.common = in_common(report, examiner.kernel.kind)
     for row in report.failures if report.alone else ():
@@ -356,10 +324,10 @@ def examine(examiner: Examiner, report: Report, progress: Progress, journal: Mut
     if report.settings["level"] == "full" and report.failures and not lost:
         progress(len(cases) - 1, len(cases), "looking for the smallest failure")
         report.reproduction = examiner.smallest_failure(report)
-    called = {s.problem.case.name for s in seen} - {*report.alone}
+    called = {s.problem.case.name for s in calls} - {*report.alone}
     explained = not lost and any(row.where and row.case in called for row in report.rows)
     n = len(report.failing)
     said = f"{n} {'is' if n == 1 else 'are'} wrong; looking for the mistake" if explained else ""
     progress(len(cases), len(cases), said)
     if explained:
-        report.diagnosis = examiner.explain(report, seen)
+        report.diagnosis = examiner.explain(report, calls)

@@ -132,7 +132,7 @@ class Kernel:
         named = [p.name for p in self.parameters or () if p.kind != p.VAR_KEYWORD]
         return [name for name in named[len(self.kind.arguments) :] if name not in self.takes]
 
-    def own(self, name: str, y: Tensor) -> Tensor:
+    def reordered(self, name: str, y: Tensor) -> Tensor:
         """A tensor of a problem in the kernel's own order of axes; applied again, from there back."""
         if self.kind.tensors[name].role == "state":
             return self.how.states(y, self.kind)

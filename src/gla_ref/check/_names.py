@@ -1,8 +1,18 @@
 """Names for a wrong kernel: a known mistake, a wrong term, another head (appendix "Check your kernel").
 
-There is one way to compare: a mistake's quantities, in float64, must be the kernel's wherever the kernel is wrong. If
-the mistake would be wrong nowhere else it explains the kernel, otherwise a part of it. What is looked at does not
-depend on the time that it takes: a few of the smallest calls that fail.
+There is one way to compare. A mistake, in float64, explains a kernel if
+
+1. in every failing call each wrong quantity is close to the mistake's: within `CLOSE` budgets or `UNEXPLAINED` of the
+   deviation, which is a distance of 1;
+2. it is clearly nearer to that than to the right one: at most `BETTER` of the error is left;
+3. the mistake shows nowhere else, in these calls or in those that pass: it stays below `SHOWS` budgets.
+
+Without 3 it is made in some places only. A place can save a wrong name, so more evidence is asked for: `TIGHT`,
+`EQUAL`. Of a mistake that is right on paper only the size of its errors is known, and is compared: `AS_WRONG`. A budget
+is the unit since right kernels differ by one at most.
+
+All other numbers bound the work. It does not depend on the time that it takes: a few of the smallest calls that fail
+are looked at.
 """
 
 import functools
@@ -20,27 +30,24 @@ from ._cases import MILD, SUB, TURNS, WEAK_HEAD, Case, but_for_gates
 from ._cases import C as ASSUMED_CHUNK
 from ._mechanisms import MECHANISMS, SHORT, Kind
 from .mistakes import Mistake, apply, known
-from .mistakes._calls import CARRY, DECAY, GRADIENT, READ
+from .mistakes._calls import Line
 from .oracle import Problem, evaluate, numbers
 
-# -- thresholds: what each bounds, and why there is one ------------------------------------------
-CLOSE = 3.0  # budgets from a mistake in float64 to a kernel that makes it: the kernel rounds in its own order
-UNEXPLAINED = 0.2  # share of an error's root mean square that may be left: an error of many budgets rounds by many, too
-BETTER = 0.75  # share of a largest error that may be left: what leaves more is no nearer than the right result
-AS_WRONG = 4.0  # times between errors of a kernel and of a mistake in rounding: equal rounding, other luck
-LEAST = 1e-2  # smallest such ratio: an error of 0 has no logarithm
-TIGHT = 0.5  # distance of a mistake that is made in some places only: such a place can save a wrong name
-EQUAL = 0.05  # more elements spared than by the best such mistake: with more, it fits by its place alone
-CLEAR = 4.0  # budgets that something must be wrong by to get a name of its place: less may be rounding
+# -- evidence -----------------------------------------------------------------------------------
+CLOSE = 3.0  # budgets: the kernel and the mistake round in orders of their own, and so does what either is made of
+SHOWS = 1 + CLOSE  # budgets that something is wrong by, however a match is rounded
+UNEXPLAINED = 0.2  # share of an error's root mean square: an error of many budgets rounds by many, too
+BETTER = 0.75  # share of a largest error: what leaves more is no nearer than the right result
+AS_WRONG = 4.0  # times that the errors of equal rounding may differ by: their luck differs
+TIGHT = 0.5  # distance of a mistake that is made in some places only
+EQUAL = 0.05  # share of elements spared beyond those of the best such mistake: with more, it fits by its place alone
+
+# -- work ---------------------------------------------------------------------------------------
 FIRST, REST = 4, 12  # failing calls for every mistake, of which few fit so many, and for those that are left
 PASSING = 8  # passing calls besides the telling ones in which a mistake must not show: each costs a run of it
-NAMES = 3  # names that a report lists: a reader looks at no more
 CHUNKS = (16, 32, 64, 128)  # lengths of chunks that are tried
 LARGEST = 2**21  # numbers of the states of a call that is compared: larger ones take seconds
-SOME = 2  # quantities explained by their terms: a kernel with more wrong ones is wrong in another way
-PROBED = 8  # programs whose heads are looked for: enough to tell one index from another
-CASES = 3  # failing calls that are asked for heads, those with the most heads first
-TOKENS_ON, MOST_NUMBERS = 24, 2**23  # tokens after a program's first wrong one, and numbers, made to find its head
+NAMES = 3  # that a report lists: a reader looks at no more
 
 FOLLOWS = "dg is wrong besides, as one that is made of dq and dk"
 
@@ -62,7 +69,7 @@ class Seen:
 
         They are all elements in the heads, channels, sequences and spans of tokens that hold something wrong.
         """
-        return {n: self.places(n) for n in self.given if not in_budgets(self.problem, n, self.given[n]) <= 1}
+        return {n: self.places(n) for n in self.given if not self.problem.in_budgets(n, self.given[n]) <= 1}
 
     @property
     def forward(self) -> list[str]:
@@ -80,7 +87,7 @@ class Seen:
 
     def places(self, name: str) -> Tensor:
         p, x = self.problem, self.given[name]
-        wrong = ~((x.double() - p.exact[name]).abs() <= p.band(name))
+        wrong = p.outside(name, x)
         places = torch.ones_like(wrong)
         for dim, axis in enumerate(p.kind.axes(name)):
             here = wrong.transpose(0, dim).flatten(1).any(1)
@@ -92,12 +99,6 @@ class Seen:
                         here[a + int(some[0]) : a + int(some[-1]) + 1] = True
             places &= here.view(-1, *[1] * (wrong.ndim - dim - 1))
         return places
-
-
-def in_budgets(p: Problem, name: str, x: Tensor) -> float:
-    """The error of a quantity's worst octave in budgets of that octave: two errors may lie in different octaves."""
-    error, budget = p.judge(name, x)
-    return error / budget
 
 
 def gates(kind: Kind) -> tuple[str, ...]:
@@ -120,45 +121,45 @@ def variant(mechanism: str, m: Mistake, C: int, p: Problem, backwards: int = 1) 
     return made
 
 
-def distance(m: Mistake, s: Seen, name: str, made: Tensor) -> float:
-    """The distance of a wrong quantity from the mistake's, or of their errors if that rounds: at most 1 is a match."""
+class Likeness(NamedTuple):
+    """A quantity that is wrong in a call as the mistake makes it: its distance from that, and its error in budgets."""
+
+    name: str
+    distance: float  # at most 1
+    error: float
+    nearer: bool = False  # clearly nearer to the mistake's than to the right one
+
+
+def likeness(m: Mistake, s: Seen, name: str, made: Tensor) -> Likeness | None:
+    """A wrong quantity beside the mistake's, or their errors if that rounds; None if they are not alike."""
     p, x, exact, places = s.problem, s.given[name], s.problem.exact[name], s.wrong[name]
+    error = p.in_budgets(name, x)
     if m.right_on_paper:
-        kernel, mistake = in_budgets(p, name, x), in_budgets(p, name, made)
+        mistake = p.in_budgets(name, made)
         if math.isinf(mistake):  # how tiles are masked decides the elements that are not finite
-            return 1.0 if m.overflow or math.isinf(kernel) else math.inf
-        return kernel / max(1.0, AS_WRONG * mistake)
+            return Likeness(name, 1.0, error) if m.overflow or math.isinf(error) else None
+        far = error / max(1.0, AS_WRONG * mistake)
+        return Likeness(name, far, error) if far <= 1 else None
     if name in gates(p.kind):  # some kernels mask the gradient of a gate of -inf, others leave there what cancels
         places = places & torch.isfinite(p.inputs[name.removeprefix("d")])
     if not m.whole and p.case.ends and "N" in p.kind.axes(name):  # what comes of no tokens is a matter by itself
         some = torch.tensor([a < b for a, b in pairwise(p.case.ends)], device=x.device)
         places = places & some[:, None, None, None]
     if not torch.equal(torch.isfinite(x) | ~places, torch.isfinite(made) | ~places):
-        return math.inf
+        return None
     same = places & torch.isfinite(x)
     x, made = (torch.where(same, y.double(), exact) for y in (x, made))
-    left, near = p.judge(name, x, made)
+    (left, near), (wrong, allowed) = p.compared(name, x, made), p.judge(name, x)
+    nearer = wrong > allowed and left <= BETTER * wrong
     if left <= CLOSE * near:
-        return left / near / CLOSE
-    error, allowed = p.judge(name, x)
-    if error > allowed and left > BETTER * error:  # as far from the mistake as from what is right
-        return math.inf
-    unexplained, whole = ((x - y).square().mean().sqrt().item() for y in (made, exact))
-    return unexplained / whole / UNEXPLAINED if whole else math.inf
-
-
-def nearer(s: Seen, name: str, made: Tensor) -> bool:
-    """Whether a wrong quantity is clearly nearer to the mistake's than to the right one.
-
-    What is not finite in both is what the mistake makes of it, and nothing that is right.
-    """
-    p, x, places = s.problem, s.given[name], s.wrong[name]
-    if not (torch.isfinite(x) | torch.isfinite(made) | ~places).all():
-        return True
-    seen = torch.isfinite(x) & torch.isfinite(made) & places
-    x, made = (torch.where(seen, y.double(), p.exact[name]) for y in (x, made))
-    (left, _), (error, allowed) = p.judge(name, x, made), p.judge(name, x)
-    return error > allowed and left <= BETTER * error
+        far = left / near / CLOSE
+    elif wrong > allowed and not nearer:
+        return None
+    else:
+        unexplained, whole = ((x - y).square().mean().sqrt().item() for y in (made, exact))
+        far = unexplained / whole / UNEXPLAINED if whole else math.inf
+    # what is not finite in both is what the mistake makes of it, and nothing that is right
+    return Likeness(name, far, error, nearer or not torch.equal(same, places)) if far <= 1 else None
 
 
 def as_wrong(m: Mistake, compared: list[tuple[Seen, str, Tensor]]) -> float:
@@ -178,9 +179,9 @@ def as_wrong(m: Mistake, compared: list[tuple[Seen, str, Tensor]]) -> float:
         return 1 - both / either if either else 0.0
     times = []
     for s, name, made in compared:
-        kernel, mistake = in_budgets(s.problem, name, s.given[name]), in_budgets(s.problem, name, made)
-        if mistake > 1 + CLOSE and math.isfinite(mistake):
-            times.append(abs(math.log(max(kernel / mistake, LEAST))))
+        kernel, mistake = s.problem.in_budgets(name, s.given[name]), s.problem.in_budgets(name, made)
+        if SHOWS < mistake < math.inf:
+            times.append(abs(math.log(kernel / mistake)))
     return sum(times) / len(times) / math.log(AS_WRONG) if times else 0.0
 
 
@@ -225,51 +226,29 @@ class Match:
         return self.somewhere, self.own != self.shown, self.follows != "", m.right_on_paper
 
 
-class Likeness(NamedTuple):
-    """A quantity that is wrong in a call as the mistake makes it: its distance from that, and its error in budgets."""
-
-    name: str
-    distance: float
-    nearer: bool  # clearly nearer to the mistake's than to the right one
-    error: float
-
-
-class Excess(NamedTuple):
-    """A quantity of a call, and whether the mistake makes it wrong; if the kernel does, too, how much of it besides."""
-
-    name: str
-    shown: bool
-    besides: int = 0  # elements that the mistake makes wrong and the kernel does not
-    total: int = 0
-
-
 def likenesses(m: Mistake, s: Seen, names: Sequence[str], made: dict[str, Tensor]) -> list[Likeness] | None:
     """These wrong quantities but gates' gradients that follow from a wrong dq or dk; None if one is not alike."""
     agreeing = []
     for n in names:
-        far = distance(m, s, n, made[n])
-        if not far > 1:
-            agreeing.append(Likeness(n, far, nearer(s, n, made[n]), in_budgets(s.problem, n, s.given[n])))
+        if like := likeness(m, s, n, made[n]):
+            agreeing.append(like)
         elif n not in gates(s.problem.kind) or not {"dq", "dk"} & {*s.wrong} or m.right_on_paper:
             return None
     return agreeing
 
 
-def excesses(m: Mistake, s: Seen, made: dict[str, Tensor]) -> Iterator[Excess]:
-    """Results that the mistake makes wrong, whatever the kernel does."""
-    p = s.problem
-    for n in (n for n in s.given if made[n] is not None):
-        if m.right_on_paper:
-            yield Excess(n, not in_budgets(p, n, made[n]) <= 1)
-            continue
-        beyond = ~((made[n].double() - p.exact[n]).abs() <= (1 + CLOSE) * p.band(n))
-        counts = (int((beyond & ~s.wrong[n]).sum()), beyond.numel()) if n in s.wrong else ()
-        yield Excess(n, bool(beyond.any()), *counts)
+def excesses(m: Mistake, s: Seen, made: dict[str, Tensor]) -> dict[str, int]:
+    """The results that the mistake makes wrong; if the kernel does, too, how many elements of it only the mistake."""
+    p, given = s.problem, [n for n in s.given if made[n] is not None]
+    if m.right_on_paper:
+        return {n: 0 for n in given if not p.in_budgets(n, made[n]) <= 1}
+    beyond = {n: p.outside(n, made[n], SHOWS) for n in given}
+    return {n: int((x & ~s.wrong[n]).sum()) if n in s.wrong else 0 for n, x in beyond.items() if x.any()}
 
 
 def matched(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match | None:
     """A mistake as these failing calls have it; None where one of them does not."""
-    agreeing, beyond, errors, follows = [], [], [], False
+    agreeing, beyond, errors, total, follows = [], [], [], 0, False
     for s in calls:
         for backwards, names in enumerate((s.forward, [*s.wrong])):  # most mistakes are out before a backward pass
             if not names:
@@ -280,20 +259,20 @@ def matched(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match 
                 return None
             agreeing, follows = agreeing + some, follows or len(some) < len(names)
             errors += [(s, n, made[n]) for n in names if backwards]
-            more = [*excesses(m, s, made)]
-            beyond += more
-            if any(it.besides for it in more):  # gradients of an output that is wrong in places are no mistake's
+            beyond.append(excesses(m, s, made))
+            total += sum(made[n].numel() for n in s.wrong if made[n] is not None)
+            if any(beyond[-1].values()):  # gradients of an output that is wrong in places are no mistake's
                 break
     following = {*gates(MECHANISMS[mechanism])} if follows else set()
-    own, shown = {it.name for it in agreeing} - following, frozenset(it.name for it in beyond if it.shown) - following
-    besides, total = (sum(counts) for counts in ([it.besides for it in beyond], [it.total for it in beyond]))
+    own, shown = {it.name for it in agreeing} - following, frozenset(n for more in beyond for n in more) - following
+    besides = sum(n for more in beyond for n in more.values())
     if m.right_on_paper:
         farthest = as_wrong(m, errors)
         in_part = own != shown and any(not n.startswith("d") for n in own)  # in one pass, or in a gradient
         refuted = farthest > 1 or m.rounding and in_part
     else:
         farthest, most = (max([0.0, *of]) for of in ([it.distance for it in agreeing], [it.error for it in agreeing]))
-        in_places = besides > 0 and (farthest > TIGHT or most < CLEAR)
+        in_places = besides > 0 and (farthest > TIGHT or most < SHOWS)
         refuted = in_places or not own & shown <= {it.name for it in agreeing if it.nearer}
     own = frozenset(own & shown)
     if refuted or not own:
@@ -304,11 +283,8 @@ def matched(mechanism: str, m: Mistake, C: int, calls: Sequence[Seen]) -> Match 
 def shows(mechanism: str, it: Match, s: Seen) -> bool:
     """Whether the mistake would have failed here, however a match is rounded."""
     made = variant(mechanism, it.mistake, it.C, s.problem)
-    for n in [] if made is None else [n for n in it.own if n in s.given]:
-        error, budget = (math.inf, 1.0) if made[n] is None else s.problem.judge(n, made[n])
-        if not error <= (1 + CLOSE) * budget:
-            return True
-    return False
+    names = [] if made is None else [n for n in it.own if n in s.given]
+    return any(made[n] is None or not s.problem.in_budgets(n, made[n]) <= SHOWS for n in names)
 
 
 def inseparable(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bool:
@@ -320,7 +296,7 @@ def inseparable(mechanism: str, a: Match, b: Match, calls: Sequence[Seen]) -> bo
         for n in (n for n in a.own if n in s.given):
             neither = ~(torch.isfinite(x[n]) | torch.isfinite(y[n]))
             one, other = (made[n].masked_fill(neither, 0.0).double() for made in (x, y))
-            error, near = s.problem.judge(n, one, other)
+            error, near = s.problem.compared(n, one, other)
             if not error <= near:
                 return False
     return True
@@ -400,7 +376,7 @@ def in_places(
     gates_only = [s for s in passed if but_for_gates(s.problem.case) in like]
     left = [it for it in matches if not it.mistake.right_on_paper]
     left = [it for it in left if it.distance <= TIGHT and it.besides <= left[0].besides + EQUAL]
-    left = [it for it in left if it.mistake.line != DECAY or not any(shows(mechanism, it, s) for s in gates_only)]
+    left = [it for it in left if it.mistake.line != Line.DECAY or not any(shows(mechanism, it, s) for s in gates_only)]
     new = again(calls[0], call) if left else []
     left = [it for it in left if all(matched(mechanism, it.mistake, it.C, [s]) for s in new)]
     return left if len(calls) + len(new) > 1 else []
@@ -428,6 +404,7 @@ def told_apart(mechanism: str, matches: list[Match], calls: Calls, call: Ask, te
 # -- terms ---------------------------------------------------------------------------------------
 PAIRS, STATE = "what its own chunk's tokens add", "what the state adds"
 TWO = ("o", "dq", "dk", "dv")  # quantities that are sums of two terms
+SOME = 2  # quantities that are explained: a kernel with more wrong ones is wrong in another way
 LOW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FACTORS = {  # a term's factor, by the scale and the channels that share a gate
     "right": lambda s, K: 1.0,
@@ -440,7 +417,7 @@ FACTORS = {  # a term's factor, by the scale and the channels that share a gate
     "divided by ln 2": lambda s, K: 1 / math.log(2),
     "averaged over channels, not summed": lambda s, K: 1 / K,
 }
-OWN = Mistake("", "", lambda c: c.chunks(lambda c, o, S: (c.run(S=torch.zeros_like(S))[0], S)), ())
+OWN = Mistake("", "", lambda c: c.chunks(lambda c, o, S: (c.run(S=torch.zeros_like(S))[0], S)))
 
 
 @functools.lru_cache(maxsize=400)
@@ -469,7 +446,7 @@ def explained(mechanism: str, name: str, calls: Sequence[Seen]) -> str:
 
     def fits(s: Seen, places: Tensor, made: Tensor) -> bool:
         x = s.given[name]
-        error, near = s.problem.judge(name, torch.where(places, x.double(), 0.0), torch.where(places, made, 0.0))
+        error, near = s.problem.compared(name, torch.where(places, x.double(), 0.0), torch.where(places, made, 0.0))
         return bool(torch.isfinite(x).all()) and error <= CLOSE * near
 
     if all(fits(s, places, s.problem.exact[name]) for s, _, places in given):  # too near to what is right
@@ -511,7 +488,7 @@ def by_terms(mechanism: str, failed: Calls, passed: Calls, call: Ask) -> list[Ma
     wrong = {n for s in failed for n in s.wrong}
     names = sorted(n for n in wrong if not n.startswith("d")) or sorted(wrong - {*gates(kind)} or wrong)
     if not 0 < len(names) <= SOME or not any(
-        in_budgets(s.problem, n, s.given[n]) > CLEAR for s in failed for n in names if n in s.given
+        s.problem.in_budgets(n, s.given[n]) > SHOWS for s in failed for n in names if n in s.given
     ):
         return []
     said = [in_16_bits(n, failed) for n in names]
@@ -524,10 +501,10 @@ def by_terms(mechanism: str, failed: Calls, passed: Calls, call: Ask) -> list[Ma
         failed = [*failed, *again(failed[0], call)]
         if len(failed) < 2 or not all(explained(mechanism, n, failed) for n in names):
             return []
-    line = GRADIENT if names[0].startswith("d") else READ if "o" in names else "S_T"
+    line = Line.GRADIENT if names[0].startswith("d") else Line.READ if "o" in names else Line.FINAL
     follows = FOLLOWS if {*gates(kind)} & wrong - {*names} and names[0].startswith("d") else ""
     own = frozenset(names)
-    return [Match(Mistake("; ".join(said), line, None, ()), shown=own, own=own, somewhere=somewhere, follows=follows)]
+    return [Match(Mistake("; ".join(said), line), shown=own, own=own, somewhere=somewhere, follows=follows)]
 
 
 # -- a dropped state -----------------------------------------------------------------------------
@@ -547,8 +524,7 @@ def by_drop(failed: Sequence[Seen], forward: Callable[[Problem], dict | None], c
     band, mild = p.band("o"), call(replace(case, gate=MILD))
     if mild is None or mild.wrong:
         return []
-    wrong = ~((s.given["o"].double() - p.exact["o"]).abs() <= band)
-    t, b, h, _ = wrong.transpose(0, 1).nonzero()[0].tolist()
+    t, b, h, _ = p.outside("o", s.given["o"]).transpose(0, 1).nonzero()[0].tolist()
     for a in range(t // SUB * SUB - SUB, max(-1, t - (SPANS + 1) * SUB), -SUB):
         x = {n: p.inputs[n] for n in kind.arguments}
         x["v"] = torch.zeros_like(x["v"])
@@ -559,14 +535,15 @@ def by_drop(failed: Sequence[Seen], forward: Callable[[Problem], dict | None], c
             made = forward(replace(p, inputs=x))
             if made and not made["o"][b, t, h].any():
                 where = "gates are strong" if kind.named("gate") else "keys overwrite it"
-                return [Match(Mistake(f"state dropped where {where}", CARRY, None, ()))]
+                return [Match(Mistake(f"state dropped where {where}", Line.CARRY))]
     return []
 
 
 # -- other heads ---------------------------------------------------------------------------------
 # A kernel finds its head by an index. A wrong index makes its output that of another head's tensor, whichever index it
 # is: so every head of every batch entry is tried in the place of the right one.
-LINE = "which head, which batch entry"
+PROBED = 8  # programs whose heads are looked for: enough to tell one index from another
+TOKENS_ON = 24  # tokens after a program's first wrong one that are made again with every head
 Place = tuple[int, int]  # batch entry or sequence, and head
 N = range(2, 129)
 RULES: tuple[tuple[str, Callable[[Place, int, int], Place], Sequence[int]], ...] = (  # functions of (b, h), H, n
@@ -597,7 +574,7 @@ def slice_of(p: Problem, name: str, x: Tensor, at: Place, span: slice) -> Tensor
 def sources(s: Seen, tensors: tuple[str, ...], at: Place) -> list[Place]:
     """The heads whose tensors, in the place of a program's own, give what the kernel gave; none if too many to try."""
     p, x, (b, h) = s.problem, s.given["o"], at
-    wrong = ~((x.double() - p.exact["o"]).abs() <= p.band("o"))
+    wrong = p.outside("o", x)
     a, end = (p.case.ends[b], p.case.ends[b + 1]) if p.case.ends else (0, p.case.T)
     row = 0 if p.case.ends else b
     first = int(wrong[row, a:end, h].any(-1).nonzero()[0])
@@ -608,7 +585,7 @@ def sources(s: Seen, tensors: tuple[str, ...], at: Place) -> list[Place]:
     packed_tokens = p.case.ends and not any(p.kind.head_axis(n) == 1 for n in tensors)
     entries = [b] if packed_tokens else range(len(p.inputs[tensors[0]]))
     places = [(e, i) for e in entries for i in range(H)]
-    too_many = len(places) * (span.stop - span.start) * p.case.K * p.case.V > MOST_NUMBERS
+    too_many = len(places) * (span.stop - span.start) * p.case.K * p.case.V > FIRST * LARGEST
     if too_many or any(heads[n] != H for n in tensors):
         return []
     given = {}
@@ -642,11 +619,11 @@ def by_head(mechanism: str, failed: Sequence[Seen]) -> list[Match]:
     """A tensor of another head or batch entry, if that explains o in the programs looked at."""
     kind = MECHANISMS[mechanism]
     wide = sorted(failed, key=lambda s: -s.problem.exact["o"].shape[0] * s.problem.exact["o"].shape[2])
-    for s in wide[:CASES]:
+    for s in wide[:FIRST]:
         p, x = s.problem, s.given["o"]
-        if "o" not in s.wrong or in_budgets(p, "o", x) < CLEAR or x.shape[0] * x.shape[2] == 1:
+        if "o" not in s.wrong or p.in_budgets("o", x) < SHOWS or x.shape[0] * x.shape[2] == 1:
             continue
-        wrong = ~((x.double() - p.exact["o"]).abs() <= p.band("o")).all(-1)
+        wrong = p.outside("o", x).any(-1)
         spans = [wrong[0, a:b].any(0) for a, b in pairwise(p.case.ends)] if p.case.ends else [*wrong.any(1)]
         programs = [tuple(at) for at in torch.stack(spans).nonzero().tolist()]
         programs = dict.fromkeys(programs[i * (len(programs) - 1) // (PROBED - 1)] for i in range(PROBED))
@@ -664,5 +641,5 @@ def by_head(mechanism: str, failed: Sequence[Seen]) -> list[Match]:
                 reads = [f"head {h} of {of} {b} reads head {i} of {of} {e}" for (b, h), (e, i) in table.items()]
                 name = f"{' and '.join(tensors)} of another head: {'; '.join(reads[:3])}"
                 name += f"; all {len(table)} that were looked at read {index}" if index else ""
-                return [Match(Mistake(f"{name} (case {p.case.name})", LINE, None, ()))]
+                return [Match(Mistake(f"{name} (case {p.case.name})", Line.HEAD))]
     return []

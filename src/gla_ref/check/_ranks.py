@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,13 @@ def pieces(T: int, ends: tuple[int, ...] | None, ranks: int, even: bool = False)
         full, empty = [T * r // (ranks - 1) for r in range(ranks)], T // 7 % ranks
         borders = full[: empty + 1] + full[empty:]
     return tuple(b - a for a, b in zip(borders, borders[1:], strict=False))
+
+
+class Failure(NamedTuple):
+    """A rank's answer where its function raised, and whether it claims the call."""
+
+    message: str
+    claimed: bool
 
 
 class OverRanks:
@@ -133,14 +141,13 @@ class OverRanks:
             raise RuntimeError("an earlier call still hangs on some rank")
         self.busy = True
         dist.broadcast_object_list([(what, given)], self.first, self.control)
-        answers: list[dict] = [{}] * self.size
+        answers: list[dict | Failure] = [{}] * self.size
         dist.gather_object(self.answer(what, given), answers, self.first, self.control)
         self.busy = False
-        failed = [f"rank {r}: {x['error']}" for r, x in enumerate(answers) if "error" in x]
-        if any(x.get("claimed") is False for x in answers):
-            raise NotClaimed("; ".join(failed))
+        failed = {r: x for r, x in enumerate(answers) if isinstance(x, Failure)}
         if failed:
-            raise RuntimeError("; ".join(failed))
+            said = "; ".join(f"rank {r}: {x.message}" for r, x in failed.items())
+            raise (RuntimeError if all(x.claimed for x in failed.values()) else NotClaimed)(said)
         return answers
 
     def close(self) -> None:
@@ -160,15 +167,14 @@ class OverRanks:
                 return
             dist.gather_object(self.answer(what, given), None, self.first, self.control)
 
-    def answer(self, what: str, given: dict) -> dict:
+    def answer(self, what: str, given: dict) -> dict | Failure:
         """This rank's results of a call or of its backward pass, on the CPU; or its error."""
         try:
             results = {"call": self.call, "backward": self.backward}[what](**given)
         except (Exception, SystemExit) as error:  # a rank that ended would be waited for
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.name}, line {frame.lineno} of {os.path.basename(frame.filename)}"
-            claimed = {"claimed": False} if isinstance(error, NotClaimed) else {}
-            return {"error": f"{type(error).__name__}: {error} ({where})", **claimed}
+            return Failure(f"{type(error).__name__}: {error} ({where})", not isinstance(error, NotClaimed))
         return {name: x if x is None else x.cpu() for name, x in results.items()}
 
     def call(self, number, lengths, options, gradients, needs, initial_state, tensors) -> dict:

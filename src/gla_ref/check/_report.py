@@ -9,16 +9,22 @@ from . import _words
 from ._cases import Case
 
 RIGHT, WAIVED = "right", "right, but for waivers"
+NOT_COVERED = "not covered", "absent", "zero"  # kinds of rows that hold nothing against what is right
 
 
 @dataclass
 class Row:
-    """One quantity of one case; `status` is passed, failed, waived (with the reason for it) or not covered."""
+    """One quantity of one case.
+
+    `kind` is "error" or "not finite" where the quantity was measured, else that of a finding, or one of `NOT_COVERED`.
+    `status` is passed, failed, waived (with the reason for it) or not covered. It follows from the other fields: one
+    that is given, as by a row read back from a file, is not looked at.
+    """
 
     case: str
     quantity: str
-    status: str
-    kind: str = "error"
+    status: str = ""
+    kind: str = "not covered"
     error: float | None = None
     budget: float | None = None
     message: str = ""
@@ -27,6 +33,14 @@ class Row:
     only: str = ""
     map: str = ""
     grid: dict | None = None
+
+    def __post_init__(self):
+        if self.kind in NOT_COVERED:
+            self.status = "not covered"
+        elif self.error is not None and self.error <= self.budget:
+            self.status = "passed"
+        else:
+            self.status = "waived" if self.waived else "failed"
 
     @property
     def ratio(self) -> float:

@@ -1,7 +1,4 @@
-"""One case of a stranger's kernel: its inputs in memory, and every way of calling it, within its time.
-
-Appendix "Check your kernel".
-"""
+"""One case of a stranger's kernel: its tensors, and every way of calling it in time (appendix "Check your kernel")."""
 
 import atexit
 import contextlib
@@ -198,20 +195,21 @@ class Trial:
     def __init__(self, kernel: Kernel, p: Problem, apart: str | None = None):
         self.kernel, self.kind, self.p = kernel, kernel.kind, p
         self.names = [n for n in p.inputs if not n.startswith("d ")]
-        dtypes = {n: held(self.kind, n, p.case, p.dtypes["o"]) for n in p.inputs}
+        dtypes = {n: held(self.kind, n, p.case, p.dtype) for n in p.inputs}
         gates = {n: dtypes[n] for n in self.kind.mechanism.named("gate") if n in dtypes}
         if kernel.how.gate != "log":  # kept finer until the kernel's own convention is made of them
             dtypes |= dict.fromkeys(gates, torch.float32)
         self.x = {}
         for i, (n, y) in enumerate(p.inputs.items()):
-            y = kernel.own(n, y.to(dtypes[n]).to(kernel.device)).contiguous()
+            y = kernel.reordered(n, y.to(dtypes[n]).to(kernel.device)).contiguous()
             strides = p.case.strides if apart in (None, n) else "contiguous"
-            self.x[n] = kernel.own(n, placed(y, strides, i))
+            self.x[n] = kernel.reordered(n, placed(y, strides, i))
         self.other = {n: y.roll(1, 1) for n, y in self.x.items()} if p.case.frozen else {}
         self.call = partial(kernel.call, gates)
         # activations need no gradients in inference
         self.inference = {"frozen": self.names}
-        self.usual = self.inference if kernel.how.forward_only else {}
+        self.forward_only = kernel.how.forward_only
+        self.usual = self.inference if self.forward_only else {}
 
     def run(self, gradients: bool, options: dict) -> Results:
         """Every quantity of one call, on the CPU."""
@@ -221,7 +219,8 @@ class Trial:
             results = evaluate(**given | options)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            return {n: y if y is None else y.to("cpu", copy=True) for n, y in results.items()}
+            lacking = {f"d{n}": None for n in self.names if self.forward_only}
+            return {n: y if y is None else y.to("cpu", copy=True) for n, y in results.items()} | lacking
 
     def attempt(self, gradients: bool, options: dict) -> Results | Finding:
         """The call's results within its time, or the finding that it gives instead."""
@@ -229,18 +228,24 @@ class Trial:
 
     def as_usual(self) -> Results | Finding:
         """The call that all other ways are compared with."""
-        return self.attempt(not self.kernel.how.forward_only, self.usual)
+        return self.attempt(not self.forward_only, self.usual)
+
+    def usual_calls(self, n: int) -> Iterator[Results | Finding]:
+        """Usual calls, so many of them unless one hangs or is not claimed."""
+        for _ in range(n):
+            yield (results := self.as_usual())
+            if isinstance(results, Finding) and results.kind in ("hangs", "not covered"):
+                return
 
     def another(self) -> torch.dtype | None:
         """The dtype of a call before the usual ones, if the kernel claims another one."""
-        usual = self.p.dtypes["o"]
-        low = torch.bfloat16 if usual == torch.float32 else torch.float32
+        low = torch.bfloat16 if self.p.dtype == torch.float32 else torch.float32
         return low if low in self.kernel.dtypes and not getattr(self.kernel.fn, "over_ranks", False) else None
 
     def more(self, n: str, y: Tensor, entries: int) -> Tensor:
         """A tensor with so many more batch entries, the first one again."""
-        y = self.kernel.own(n, y)
-        return self.kernel.own(n, torch.cat([y, *[y[:1].detach()] * entries]))
+        y = self.kernel.reordered(n, y)
+        return self.kernel.reordered(n, torch.cat([y, *[y[:1].detach()] * entries]))
 
     def larger(self, entries: int, low: torch.dtype | None, *tokens, initial_state, **options):
         """The results of a call with so many more batch entries, if a dtype is given after a call in that dtype.
@@ -276,17 +281,16 @@ class Trial:
     def ways(self, differentiable: bool) -> Iterator[Way]:
         """The other ways of calling a case; a kernel that is forward only is called without gradients throughout."""
         case, takes, states = self.p.case, self.kernel.takes, tuple(self.kind.states.values())
-        forward_only = self.kernel.how.forward_only
-        if not forward_only:
+        if not self.forward_only:
             yield Way("no_grad", NO_GRAD, self.inference, gradients=False)
         if case.ends and "cu_seqlens" in takes:
             when = "where the boundaries in cu_seqlens have changed since a call before"
-            yield Way("moved", when, self.usual | {"moved": True}, gradients=not forward_only)
+            yield Way("moved", when, self.usual | {"moved": True}, gradients=not self.forward_only)
         if case.frozen and (low := self.another()):
             when = f"after a call of the same sizes in {str(low).removeprefix('torch.')}"
             after, fresh = ({"fn": partial(self.larger, *how)} for how in ((1, low), (2, None)))
-            yield Way("dtype before", when, self.usual | after, self.usual | fresh, gradients=not forward_only)
-        if forward_only or not differentiable:
+            yield Way("dtype before", when, self.usual | after, self.usual | fresh, gradients=not self.forward_only)
+        if self.forward_only or not differentiable:
             return
         when = "in a second backward pass"  # a kernel may refuse it: it says so, nobody is misled
         yield Way("twice", when, {"backwards": 2}, may_raise="second backward pass")
@@ -294,7 +298,7 @@ class Trial:
             when = f"where {BETWEEN} other calls come before the backward pass"
             yield Way("interleaved", when, {"between": self.others})
             when = f"in a second backward pass before which come {BETWEEN} other calls"
-            nested = {"backwards": 2, "amid": self.others}
+            nested = {"backwards": 2, "between": self.others}
             yield Way("nested", when, nested, may_raise="second backward pass")
         if case.loss == "o" and "output_final_state" in takes:
             without = {"fn": partial(self.call, final=False)}
@@ -308,8 +312,7 @@ class Trial:
         """The quantities that are right in the usual call, and in another way of calling wrong or missing."""
 
         def right(n, x):
-            error, budget = (math.inf, 0.0) if x is None else self.p.judge(n, x)
-            return error <= budget
+            return x is not None and self.p.in_budgets(n, x) <= 1
 
         due = {n: x for n, x in results.items() if n not in way.lacks}
         return [n for n, x in due.items() if not right(n, x) and right(n, usual[n])]
@@ -332,21 +335,21 @@ class Trial:
             else:
                 yield Finding(way.kind, quantity=n, when=way.when)
 
-    def rare(self, usual: Results) -> tuple[Results | None, int, int]:
-        """The first of many calls that differs from the usual one, how many differ, and how many were made."""
+    def rare(self, usual: Results) -> tuple[list[Results], str]:
+        """The first of hundreds of calls that differs from the usual one, if one does, and words for how many do."""
         forward = self.p.case.T < SUB
         options = self.usual | {"backwards": int(not forward)}
         others, differ = [], []
 
         def calls() -> None:  # in one thread, whose start would take as long as a call
             for _ in range(self.kernel.races):
-                results = self.run(not self.kernel.how.forward_only, options)
+                results = self.run(not self.forward_only, options)
                 made = usual | {name: y for name, y in results.items() if not (forward and name.startswith("d"))}
                 differ.append(any(not same(y, usual[name]) for name, y in made.items()))
                 others.extend([made] * (differ[-1] and not others))
 
         attempt(self.kernel.seconds * self.kernel.races, calls)
-        return next(iter(others), None), sum(differ), len(differ)
+        return others, f" (in {sum(differ)} of {len(differ)} calls)" if others else ""
 
     def other_ways(self, usual: Results) -> Iterator[Finding]:
         """Findings on results that are wrong or missing in another way of calling, and right in the usual one."""
@@ -375,7 +378,7 @@ class Trial:
     def written(self) -> list[str]:
         """The results that another call writes into."""
         names: dict[str, None] = {}
-        modes = (False,) if self.kernel.how.forward_only else (False, True)
+        modes = (False,) if self.forward_only else (False, True)
         for gradients in modes if self.p.case.frozen else ():
             results = attempt(self.kernel.seconds, self.overwritten, gradients)
             names |= dict.fromkeys([] if isinstance(results, Finding) else results)
@@ -389,53 +392,31 @@ def nearest(p: Problem, n: str, runs: list[Results]) -> Tensor | None:
 
 
 def observe(kernel: Kernel, p: Problem) -> tuple[Results, list[Finding]]:
-    """The kernel's results on a case (none if it gave none), and findings on its calls. In order, until calls differ:
+    """The kernel's results on a case (none if it gave none), and findings on its calls.
 
-        two calls as usual              `as_usual`; without results, that is all
-        hundreds as usual               `rare`, in a case that is called `often`
-        each other way of calling       `ways`: for each
-            wrong only there?           `wrong`
-            right in its control call?  `blamed`
-            wrong every time?           `repeated`: at times only, it is a race
-        some more as usual              if a way failed: such a failure may come in any call now and then
-
-    If usual calls differ, the report says only that, and judges the best of them. A kernel that writes into its inputs
-    sees other inputs ever after, so no other finding counts.
+    Once usual calls differ, no other way of calling is tried: the report says that they do, and judges the best.
     """
-    trial = Trial(kernel, p)
+    trial, findings, rate = Trial(kernel, p), [], ""
     before = {n: y.clone() for n, y in trial.x.items()}
-    none = {f"d{n}": None for n in trial.names} if kernel.how.forward_only else {}
-
-    def calls(n: int) -> Iterator[Results | Finding]:
-        for _ in range(n):
-            results = trial.as_usual()
-            failed = isinstance(results, Finding)
-            yield results if failed else results | none
-            if failed and results.kind in ("hangs", "not covered"):
-                return
-
-    runs, findings = [*calls(2)], []
+    runs = [*trial.usual_calls(2)]
     if all(isinstance(results, Finding) for results in runs):
         may = optional(kernel.kind, p.case)
         refused = may and runs[0].kind in ("raises", "dtype")
         return {}, [Finding("not covered", may) if refused else runs[0]]
-    rate = ""
-    if not varying(runs) and p.case.often:
-        other, differ, n = trial.rare(runs[0])
-        runs += [other | none] if other else []
-        rate = f" (in {differ} of {n} calls)" if other else ""
+    if p.case.often and not varying(runs):
+        others, rate = trial.rare(runs[0])
+        runs += others
     if not varying(runs):
         findings = [*trial.other_ways(runs[0])]
-        if any(f.kind != "not covered" for f in findings):
-            runs += calls(AGAIN)
-    differ = varying(runs)
-    if differ:
+        if any(f.kind != "not covered" for f in findings):  # such a failure may come in any call now and then
+            runs += trial.usual_calls(AGAIN)
+    if differ := varying(runs):
         said = VARIES.format(rate)
-        findings = [Finding("differs", f"{said}{f': {differ[n]}' if differ[n] else ''}", n) for n in differ]
+        findings = [Finding("differs", f"{said}{why and f': {why}'}", n) for n, why in differ.items()]
     runs = [results for results in runs if not isinstance(results, Finding)]
     usual = runs[0] | {n: nearest(p, n, runs) for n in differ if n in runs[0]}
     changed = [n for n, y in trial.x.items() if not torch.equal(y, before[n])]
-    if changed:
+    if changed:  # it saw other inputs ever after, so no other finding counts
         return usual, [Finding("modified", WROTE, n.replace("d ", "d")) for n in changed]
     if usual["dq"] is None and any(usual[f"d{n}"] is not None for n in trial.names):
         findings.append(Finding("gradient", "no gradient reaches q", "dq"))

@@ -6,24 +6,28 @@ two calls that differ in one thing. A reader takes it for more, so it is said on
 How many calls are made depends on their sizes, not on the time that they take (appendix "Check your kernel").
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..rounding import unit
-from ._cases import MILD, SUB, UNIFORM, C, Case, but_for_gates, held, inputs
+from ._cases import MILD, SUB, UNIFORM, C, Case, but_for_gates, inputs
 from ._claims import up
 from ._kernel import Finding
 from ._mechanisms import SHORT, Kind
 from ._run import Results, Trial
 from .oracle import Problem, evaluate, numbers, parts
+
+if TYPE_CHECKING:  # a report shows its maps in the shades of this module
+    from ._report import Report
 
 # -- in a tensor ---------------------------------------------------------------------------------
 SHADES = " .:-=+*#%@"  # within budget, then one more for every half power of ten
@@ -217,6 +221,36 @@ def common(failing: Sequence[Case], passing: Sequence[Case]) -> list[str]:
     return [f"{who} {'; '.join(what)}" for who, what in had if what]
 
 
+def by_verdict(report: Report) -> tuple[list[Case], list[Case]]:
+    """The cases that fail and those that pass, if several fail; else none."""
+    failing = {*report.failing}
+    passing = {row.case for row in report.rows if row.status == "passed"} - failing
+    names = (failing, passing) if len(failing) > 1 else ((), ())
+    return tuple([report.cases[n] for n in report.cases if n in some] for some in names)
+
+
+def in_common(report: Report, kind: Kind) -> list[str]:
+    """Sentences on the traits that all failing cases share, if several fail."""
+    sides = by_verdict(report)
+    wrong = [*dict.fromkeys(row.quantity for row in report.failures if row.error is not None)]
+    gates = by_gates(*sides, wrong) if kind.named("gate") and not report.alone else ""
+    return common(*sides) + [gates] * bool(gates)
+
+
+def partly(report: Report, names: list[str]) -> str:
+    """The places of a mistake that passing cases do not show: traits of failing cases, and where those are wrong."""
+    having = "; ".join(traits(*by_verdict(report))[0])
+    failed = [row for name in names for row in report.failures if row.case == name and row.where]
+    outputs = [row for row in failed if not row.quantity.startswith("d")]
+    rows = outputs or failed  # a wrong output makes gradients wrong elsewhere
+    rows = rows if all(row.only for row in rows) else []
+    where = f"only in {rows[0].only} ({rows[0].case})" if rows else ""
+    if having and not report.measured:
+        return f", only with {having}{where and f'; there {where}'}"
+    passing = len(report.covered) - len(report.failing)
+    return where and f", {where}" or (f", but not in {passing} other cases" if passing else "")
+
+
 # -- the smallest case ---------------------------------------------------------------------------
 def sized(kind: Kind, c: Case, name: str) -> tuple[int, Callable[[int], Case]] | None:
     """A size of a case, and the same case with other sizes; None where it has no such size to choose."""
@@ -240,15 +274,19 @@ def sized(kind: Kind, c: Case, name: str) -> tuple[int, Callable[[int], Case]] |
     return getattr(c, name), lambda n: replace(c, **{name: n})
 
 
+def turn(low: int, high: int, holds: Callable[[int], bool]) -> tuple[int, int]:
+    """Neighbours between `low`, for which it does not hold, and `high`, for which it does: one of each."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return low, high
+
+
 def least(sizes: Callable[[int], Case], n: int, fails: Callable[[Case], bool]) -> Case:
     """The smallest size that fails, if all larger ones do; n fails."""
     if n == 1 or fails(sizes(1)):
         return sizes(1)
-    low, high = 1, n
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fails(sizes(middle)) else (middle, high)
-    return sizes(high)
+    return sizes(turn(1, n, lambda m: fails(sizes(m)))[1])
 
 
 def smaller(kind: Kind, case: Case, fails: Callable[[Case], bool]) -> Iterator[Case]:
@@ -321,8 +359,7 @@ def listed(numbers: Iterable[int], size: Size) -> str:
 
 def plainly(p: Problem, results: Results) -> bool:
     """Whether a quantity is wrong by so much that it counts as wrong in other calls, too."""
-    judged = (p.judge(n, x) for n, x in results.items() if x is not None)
-    return any(not error <= PLAINLY * allowed for error, allowed in judged)
+    return any(not p.in_budgets(n, x) <= PLAINLY for n, x in results.items() if x is not None)
 
 
 class Spent(Exception):
@@ -340,9 +377,8 @@ class Bounds:
         self.kind = p.kind
         self.allowed = {n: PLAINLY * max(budgets, default=0.0) for n, budgets in p.budgets.items()}
         self.left, self.work = TRIALS, WORK
-        self.known: dict[tuple, dict[str, float]] = {}
+        self.known: dict[tuple, float] = {}
         self.cut = False  # whether calls were spent before the end
-        self.apart: str | None = None  # the one tensor that has the case's strides; None for all
 
     def problem(self, case: Case, other: int = 0) -> Problem:
         """A case with its exact quantities, and for budgets those of the failing one; `other` is added to the seed."""
@@ -350,9 +386,8 @@ class Bounds:
         x = inputs(k.mechanism, case, dtype, self.examiner.seed + other, k.how.gate)
         exact = evaluate(self.kind.oracle, self.kind, x, case)
         exact = {n: y.contiguous() for n, y in exact.items() if y is not None}
-        units = {n: [unit(y[s]) for s in parts(self.kind, n, y)] for n, y in exact.items()}
-        budgets = {n: [self.allowed.get(n, 1.0)] * len(ones) for n, ones in units.items()}
-        return Problem(self.kind, case, x, exact, {n: held(self.kind, n, case, dtype) for n in exact}, units, budgets)
+        budgets = {n: [self.allowed.get(n, 1.0)] * len(parts(self.kind, n, y)) for n, y in exact.items()}
+        return Problem(self.kind, case, x, dtype, exact, budgets)
 
     def fails(self, case: Case) -> bool:
         """Whether one of the quantities is wrong; a call that gives no result does not count as wrong."""
@@ -362,33 +397,26 @@ class Bounds:
         """Whether all of the quantities are right; a call that gives no result does not count as right either."""
         return self.error(case) <= 1
 
-    def error(self, case: Case, other: int = 0) -> float:
-        """The largest of the :meth:`errors`; NaN if there are none."""
-        return max(self.errors(case, other).values(), default=math.nan)
+    def error(self, case: Case, other: int = 0, apart: str | None = None) -> float:
+        """The largest error of the quantities, in errors that count as wrong; `other` is added to the seed.
 
-    def errors(self, case: Case, other: int = 0) -> dict[str, float]:
-        """The errors of the quantities, in errors that count as wrong; `other` is added to the seed.
-
-        There are none if the kernel does not claim the case, or gives no result.
+        NaN if the kernel does not claim the case, or gives no result. A tensor `apart` alone has the case's strides.
         """
-        key = (case, self.apart, other)
+        key = (case, apart, other)
         if key in self.known:
             return self.known[key]
-        k, claim = self.examiner.kernel, self.examiner.claim
-        rows, left = self.examiner.within_signature(case)
-        if case.T < 1 or rows or left is None or claim.fit(case, self.kind) != case:
-            return self.known.setdefault(key, {})
+        if case.T < 1 or not self.examiner.may_call(case):
+            return self.known.setdefault(key, math.nan)
         tokens = case.T if case.T <= SHORT else 0.4 * case.T  # chunks take less time than the recurrence
         self.left, self.work = self.left - 1, self.work - numbers(case) - TOKEN * tokens
         if self.left < 0 or self.work < 0:
             self.cut = True
             raise Spent
         p = self.problem(case, other)
-        results = Trial(k, p, self.apart).as_usual()
-        if isinstance(results, Finding):
-            return self.known.setdefault(key, {})
-        judged = {n: p.judge(n, results[n]) for n in self.wrong if results.get(n) is not None and n in p.exact}
-        return self.known.setdefault(key, {n: error / allowed for n, (error, allowed) in judged.items()})
+        results = Trial(self.examiner.kernel, p, apart).as_usual()
+        results = {} if isinstance(results, Finding) else results
+        judged = [n for n in self.wrong if results.get(n) is not None and n in p.exact]
+        return self.known.setdefault(key, max((p.in_budgets(n, results[n]) for n in judged), default=math.nan))
 
     def bound(self, c: Case, name: str) -> Statement | None:
         """From which size on, up to which, or at which sizes the kernel is wrong; None if at every size tried."""
@@ -404,10 +432,7 @@ class Bounds:
         right = next((m for m in LARGER.get(name, ()) if self.right(sizes(m))), None)
         if right is None:
             return None
-        low, high = 1, right
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fails(sizes(middle)) else (low, middle)
+        low, high = turn(1, right, lambda m: not self.fails(sizes(m)))
         return self.between(sizes, sorted({1, low, high, high + 1, 2 * high, right}), name)
 
     def between(self, sizes: Callable[[int], Case], tries: list[int], name: str) -> Statement | None:
@@ -436,8 +461,7 @@ class Bounds:
         plain, with_it, none = WORDED[name]
         if getattr(c, name) == plain:
             return None
-        known = [(case, errors) for (case, apart, _), errors in self.known.items() if apart is None]
-        failed = [case for case, errors in known if max(errors.values(), default=0.0) > 1]
+        failed = [case for (case, apart, _), error in self.known.items() if apart is None and error > 1]
         failed = sorted(failed, key=lambda case: case.volume)
         like = [case for case in failed if getattr(case, name) == getattr(c, name)]
         others = [next((case for case in like if it.of(case) != it.of(c)), c) for it in COUNTS.values()]
@@ -458,14 +482,10 @@ class Bounds:
         """Name the tensors of which one alone with the case's strides is enough to fail; empty if none is."""
         if c.strides == "contiguous":
             return ""
-        enough = []
-        for n in Trial(self.examiner.kernel, self.problem(c)).x:
-            self.apart = n
-            enough += [n.replace("d ", "d")] if self.fails(c) else []
-        self.apart = None
-        if not enough:
-            return ""
-        return f"wrong where {' or '.join(enough)} alone has {c.strides} strides and all else is contiguous"
+        tensors = Trial(self.examiner.kernel, self.problem(c)).x
+        enough = [n.replace("d ", "d") for n in tensors if self.error(c, apart=n) > 1]
+        where = f"wrong where {' or '.join(enough)} alone has {c.strides} strides and all else is contiguous"
+        return where if enough else ""
 
     def statements(self, case: Case, failing: Sequence[Case], passing: Sequence[Case]) -> tuple[Case | None, list[str]]:
         """The smallest case found, and sentences on it; nothing if the case does not fail when it is called again.

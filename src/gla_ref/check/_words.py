@@ -27,14 +27,6 @@ WIDTH, MARGIN, SIDE = 480, 80, 14  # a picture's width, its margin, and the most
 
 
 # -- sentences -----------------------------------------------------------------------------------
-def claim(report: Report) -> str:
-    """The kernel's claim, and the cases made or left out for it; empty if it claims all."""
-    if not report.settings.get("supports"):
-        return ""
-    left = f"; left out: {', '.join(report.left)}" if report.left else ""
-    return f"Claimed: {report.settings['supports']}. {report.made} cases made for that{left}."
-
-
 def counted(n: int) -> str:
     """So many cases."""
     return f"{n} case{'s' * (n != 1)}"
@@ -42,7 +34,10 @@ def counted(n: int) -> str:
 
 def exceptions(report: Report) -> list[str]:
     """Sentences on what was claimed, skipped and waived."""
-    said = [claim(report)] if claim(report) else []
+    said = []
+    if claim := report.settings.get("supports"):
+        left = f"; left out: {', '.join(report.left)}" if report.left else ""
+        said.append(f"Claimed: {claim}. {report.made} cases made for that{left}.")
     if report.skipped:
         said.append(f"Skipped: {', '.join(report.skipped)}.")
     for (quantity, reason), rows in report.waived.items():

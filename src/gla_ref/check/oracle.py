@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import tee
+from functools import cache, cached_property, lru_cache, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ LUCKS = 16  # orders of a sum that are tried
 LARGE_STATES, ENOUGH_HEADS = 2**20, 16  # numbers of all states, and heads: above, one order of each run is enough
 CPU_KEYS = 1000  # keys that a CPU attends to as fast as a GPU
 KEPT_PROBLEMS = 400
-NEAR, ROUNDS = 2.0, 8  # an error below so many budgets may be luck: its budget comes from so many times as many runs
+NEAR, ROUNDS = 2.0, 8  # an error below so many budgets may be luck: it is judged by up to so many times as many runs
 WORKED_OUT: dict[tuple, Problem] = {}
 
 
@@ -42,15 +41,13 @@ def evaluate(
     frozen: Sequence[str] = (),
     backwards: int = 1,
     between: Callable[[], object] | None = None,
-    amid: Callable[[], object] | None = None,
     moved: bool = False,
 ) -> dict[str, Tensor | None]:
     """o, final states and every gradient of one call; None for what the function does not give.
 
     There is no gradient for the inputs that are `frozen`; what a loss of the state alone does not reach has one of
-    0. Of several backward passes through the same graph the last one counts; `between` the forward pass and them, and
-    `amid` them, other things may happen. Boundaries that are `moved` lay elsewhere in the same tensor during a call
-    before.
+    0. Of several `backwards` passes through the same graph the last one counts; what `between` does comes just before
+    it. Boundaries that are `moved` lay elsewhere in the same tensor during a call before.
     """
     arguments = [a.name for a in kind.mechanism.arguments if a.name in x]
     names = [*arguments, *kind.states]
@@ -69,8 +66,6 @@ def evaluate(
         call()
         cu.copy_(right)
     o, state = call()
-    if between:
-        between()
     states = kind.parts(state) or (None,) * len(kind.states)
     results = {"o": o, **dict(zip(kind.states.values(), states, strict=True))}
     pulled = {n: y for n, y in results.items() if f"d {n}" in x and y is not None and y.requires_grad}
@@ -81,8 +76,8 @@ def evaluate(
         pull = 1.0 if x["q"].dtype == torch.float16 else case.pull
         cotangents = [x[f"d {n}"].to(y.dtype) for n, y in pulled.items()]
         cotangents = cotangents if pull == 1 else [pull * d for d in cotangents]
-        if amid and left < backwards - 1:
-            amid()
+        if between and not left:
+            between()
         options = {"allow_unused": True, "retain_graph": left > 0, "materialize_grads": case.loss == "state"}
         grads = torch.autograd.grad([*pulled.values()], [*differentiable.values()], cotangents, **options)
         grads = grads if pull == 1 else [d if d is None else d / pull for d in grads]
@@ -90,19 +85,17 @@ def evaluate(
     return {n: y if y is None else y.detach() for n, y in results.items()}
 
 
-def octaves(T: int) -> Iterator[slice]:
-    """[0, 64), [64, 128), [128, 256) ... of T tokens: an error among late tokens shows in its own."""
-    a, b = 0, C
-    while a < T:
-        yield slice(a, b)
-        a, b = b, 2 * b
-
-
 def parts(kind: Kind, name: str, x: Tensor) -> list[tuple]:
-    """Indices of what is judged apart: octaves along the time axis, or all of a tensor that has none."""
+    """Indices of what is judged apart: octaves along the time axis, or all of a tensor that has none.
+
+    They are [0, 64), [64, 128), [128, 256) ...: an error among late tokens shows in its own.
+    """
     if "T" not in kind.axes(name):
         return [(slice(None),)]
-    return [(slice(None), s) for s in octaves(x.shape[1])]
+    ends = [0, C]
+    while ends[-1] < x.shape[1]:
+        ends.append(2 * ends[-1])
+    return [(slice(None), slice(a, b)) for a, b in pairwise(ends)]
 
 
 def errors(made: Tensor, exact: Tensor, n: int, axis: int) -> Tensor:
@@ -210,15 +203,6 @@ def copied(kind: Kind, case: Case) -> int:
     return min(-(-LUCKS // len(kind.emulated)), max(3, 2**21 // numbers(case)))
 
 
-def work_out(
-    kind: Kind, case: Case, dtype: torch.dtype, given: Sequence[dict], device: str = "cpu"
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(exact quantities of several inputs of a case, side by side as heads; their budgets, see :func:`budgets_of`)."""
-    x = {name: torch.cat([y[name] for y in given], kind.head_axis(name)).to(device) for name in given[0]}
-    exact = evaluate(kind.oracle, kind, x, case)
-    return exact, budgets_of(kind, case, dtype, x, exact, len(given))
-
-
 def budgets_of(
     kind: Kind, case: Case, dtype: torch.dtype, x: dict[str, Tensor], exact: dict[str, Tensor], n: int, again: int = 0
 ) -> dict[str, Tensor]:
@@ -257,37 +241,48 @@ def budgets_of(
 # -- problems of the kit --------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A case with its inputs, the exact quantities and, for each octave, the unit of errors and the error allowed.
+    """A case with its inputs for a dtype, the exact quantities and, for each octave, the error allowed.
 
-    `more` has budgets from emulated runs that drew other luck, which count for an error just over the budget. It is
-    never advanced: each judgement reads a copy, and the copies share what was drawn.
+    `more` gives, for a round, budgets from emulated runs that drew other luck; they count for an error just over the
+    budget.
     """
 
     kind: Kind
     case: Case
     inputs: dict[str, Tensor]
+    dtype: torch.dtype
     exact: dict[str, Tensor]
-    dtypes: dict[str, torch.dtype]
-    units: dict[str, list[float]]
     budgets: dict[str, list[float]]
-    more: Iterator[dict[str, list[float]]] = tee(())[0]
+    more: Callable[[int], dict[str, list[float]]] | None = None
+
+    @cached_property
+    def units(self) -> dict[str, list[float]]:
+        """The units of errors in each octave."""
+        return {n: [unit(y[s]) for s in parts(self.kind, n, y)] for n, y in self.exact.items()}
 
     def octaves(self, name: str) -> Iterator[tuple[tuple, float, float]]:
         """Indices, unit and budget of what is judged apart."""
         return zip(parts(self.kind, name, self.exact[name]), self.units[name], self.budgets[name], strict=True)
 
-    def judge(self, name: str, x: Tensor, against: Tensor | None = None) -> tuple[float, float]:
+    def judge(self, name: str, x: Tensor) -> tuple[float, float]:
         """(error, budget) of a quantity's worst octave, whatever was judged before; infinite where x is not finite."""
-        exact, budgets, more = self.exact[name] if against is None else against, self.budgets[name], copy(self.more)
-        error, budget = self.compared(name, x, exact, budgets)
-        while against is None and budget < error < NEAR * budget and (drawn := next(more, None)):
-            budgets = [*map(max, budgets, drawn[name])]
+        exact, budgets = self.exact[name], self.budgets[name]
+        error, budget = self.compared(name, x, exact)
+        for again in range(1, ROUNDS if self.more else 0):
+            if not budget < error < NEAR * budget:
+                break
+            budgets = [*map(max, budgets, self.more(again)[name])]
             error, budget = self.compared(name, x, exact, budgets)
         return error, budget
 
-    def compared(self, name: str, x: Tensor, exact: Tensor, budgets: list[float] | None = None) -> tuple[float, float]:
-        """(error, budget) of the worst octave, by the first budgets unless others are given."""
-        off = (x.double() - exact).abs().nan_to_num(math.inf, math.inf)
+    def in_budgets(self, name: str, x: Tensor) -> float:
+        """The error of a quantity's worst octave in budgets of that octave: two errors may lie in different octaves."""
+        error, budget = self.judge(name, x)
+        return error / budget
+
+    def compared(self, name: str, x: Tensor, to: Tensor, budgets: list[float] | None = None) -> tuple[float, float]:
+        """(deviation from `to`, budget) of the worst octave, by the first budgets unless others are given."""
+        off = (x.double() - to).abs().nan_to_num(math.inf, math.inf)
         octaves = zip(self.octaves(name), budgets or self.budgets[name], strict=True)
         pairs = [(off[s].max().item() / one if off.numel() else 0.0, budget) for (s, one, _), budget in octaves]
         return max(pairs, key=lambda p: p[0] / p[1])
@@ -298,6 +293,10 @@ class Problem:
         for s, one, allowed in self.octaves(name):
             band[s] = allowed * one
         return band
+
+    def outside(self, name: str, x: Tensor, times: float = 1.0) -> Tensor:
+        """The elements that deviate by more than the band, or so many times it, as a mask."""
+        return ~((x.double() - self.exact[name]).abs() <= times * self.band(name))
 
 
 def problems(
@@ -343,7 +342,7 @@ def shape(case: Case) -> Case:
 def worked_out(
     mechanism: str, cases: Sequence[Case], dtype: torch.dtype, seed: int, form: str, device: str
 ) -> list[Problem]:
-    """Problems of one :func:`shape`.
+    """Problems of one :func:`shape`, worked out side by side as heads.
 
     Everything lies on the CPU, wherever the kernel runs, and is made there of many small operations, which a GPU
     would be late with; but attention over thousands of keys is few and large ones, and made on the `device`.
@@ -351,25 +350,24 @@ def worked_out(
     kind, like = MECHANISMS[mechanism], cases[0]
     given = [inputs(mechanism, case, dtype, seed, form) for case in cases]
     device = device if kind.cache and like.T > CPU_KEYS else "cpu"
-    exact, budgets = work_out(kind, like, dtype, given, device)
-    dtypes = {n: held(kind, n, like, dtype) for n in exact}
+    beside = {n: torch.cat([x[n] for x in given], kind.head_axis(n)).to(device) for n in given[0]}
+    exact = evaluate(kind.oracle, kind, beside, like)
+    budgets = budgets_of(kind, like, dtype, beside, exact, len(given))
     made = []
     for i, (case, x) in enumerate(zip(cases, given, strict=True)):
         own = {}
         for n, y in exact.items():
             axis = kind.head_axis(n)
             own[n] = y.unflatten(axis, (len(cases), -1)).select(axis, i).cpu().contiguous()
-        units = {n: [unit(y[s]) for s in parts(kind, n, y)] for n, y in own.items()}
         own_budgets = {n: y[:, i].tolist() for n, y in budgets.items()}
-        more = tee(redrawn(kind, like, dtype, x, own, device), 1)[0]
-        made.append(Problem(kind, case, x, own, dtypes, units, own_budgets, more))
+        more = cache(partial(redrawn, kind, like, dtype, x, own, device))
+        made.append(Problem(kind, case, x, dtype, own, own_budgets, more))
     return made
 
 
 def redrawn(
-    kind: Kind, case: Case, dtype: torch.dtype, given: dict[str, Tensor], exact: dict[str, Tensor], device: str
-) -> Iterator[dict[str, list[float]]]:
-    """Budgets of one problem by other luck, again and again."""
-    given, exact = ({n: y.to(device) for n, y in x.items()} for x in (given, exact))
-    for again in range(1, ROUNDS):
-        yield {n: y[:, 0].tolist() for n, y in budgets_of(kind, case, dtype, given, exact, 1, again).items()}
+    kind: Kind, case: Case, dtype: torch.dtype, x: dict[str, Tensor], exact: dict[str, Tensor], device: str, again: int
+) -> dict[str, list[float]]:
+    """The budgets of one problem by the luck of another round."""
+    x, exact = ({n: y.to(device) for n, y in of.items()} for of in (x, exact))
+    return {n: y[:, 0].tolist() for n, y in budgets_of(kind, case, dtype, x, exact, 1, again).items()}

@@ -4,16 +4,6 @@ A mistake is a function of a call, one sequence (or batch) in the book's notatio
 state as the wrong kernel would (of attention: that kernel itself); autograd carries it to the gradients. In float64
 it is what a diagnosis compares with; in a kernel's dtype it is a wrong kernel to test the tests with. The list has what
 public libraries shipped, and what kernels written without knowledge of it were wrong by.
-
-Where no mistake of the list is the whole answer, a report looks for these:
-
-* *Terms.* A quantity is often a part of what it should be: left out, without its scale, taken twice. In a chunk it has
-  two terms, one from the tokens of the chunk and one from the state, and each may be wrong by itself.
-* *Heads.* Each input is read from every other head and batch entry. If one of them gives the kernel's o, the report
-  lists which head reads which, and the index that explains the list.
-* *Places.* A mistake may be in some columns, sequences or cases only. There close means half as far as elsewhere. A
-  place can save a name that fits by chance, so the kernel is called on more cases, each like the smallest failing one
-  but for one thing, and the name must fit every one that fails.
 """
 
 import torch

@@ -27,8 +27,17 @@ STATES = LINEAR + DELTA
 GATED = tuple(m for m in LINEAR if KINDS[m].named("gate"))
 ANY_GATED = tuple(m for m in STATES if KINDS[m].named("gate"))
 DELTA_GATED = tuple(m for m in DELTA if m in ANY_GATED)
-DECAY, READ, WRITE = "S_t = exp(g_t) S_{t-1} + ...", "o_t = scale q_t S_t", "S_t = ... + k_t^T v_t"
-CARRY, GRADIENT, PACK = ("S_[n+1] from S_[n]: chunk to chunk", "the backward pass", "S_0 of each sequence")
+
+
+class Line:
+    """The lines of the recurrence that mistakes touch, as a report names them."""
+
+    DECAY, READ, WRITE = "S_t = exp(g_t) S_{t-1} + ...", "o_t = scale q_t S_t", "S_t = ... + k_t^T v_t"
+    CARRY, GRADIENT, PACK = "S_[n+1] from S_[n]: chunk to chunk", "the backward pass", "S_0 of each sequence"
+    FINAL, SOLVE, FIND = "S_T", "(I + A) v^ = beta (v - K S)", "v_t - k_t S_{t-1}"
+    SUM, MASK = "o_t / (q_t z_t), z_t = z_{t-1} + k_t", "x_ij = -inf for j > i"
+    GROUP, HEAD = "value head h reads key head h // (HV / H)", "which head, which batch entry"
+    CACHE = "the cache of keys and values"
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,8 @@ class Mistake:
 
     name: str
     line: str
-    variant: Callable | None
-    mechanisms: tuple[str, ...]
+    variant: Callable | None = None  # none where a report makes up a name for what it sees
+    mechanisms: tuple[str, ...] = ()
     whole: bool = False  # it gets all packed sequences at once, with their boundaries
     rounding: bool = False  # right in float64: it is how float32 rounds there that is too wrong
     fine: bool = False  # nothing but float32 is exact enough to show it

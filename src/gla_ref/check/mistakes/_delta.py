@@ -9,9 +9,7 @@ from torch import Tensor
 from ...rounding import Products
 from ...triangular import doubling
 from .._emulate import Product
-from ._calls import DELTA, DELTA_GATED, READ, in_steps, mistake
-
-SOLVE, FIND = "(I + A) v^ = beta (v - K S)", "v_t - k_t S_{t-1}"
+from ._calls import DELTA, DELTA_GATED, Line, in_steps, mistake
 
 
 def step(name: str, line: str, mechanisms: tuple[str, ...] = DELTA, **steps: Callable) -> None:
@@ -31,14 +29,14 @@ def by_powers(A: Tensor, last: int) -> Tensor:
 
 step(
     "sign of A: earlier corrections of the chunk added, not subtracted",
-    SOLVE,
+    Line.SOLVE,
     triangle=lambda n: -(n.beta * n.weights(n.k)).tril(-1),
 )
 for last in (3, 7, 15, 31):
-    step(f"triangle inverted by its powers up to A^{last} only", SOLVE, inverse=partial(by_powers, last=last))
+    step(f"triangle inverted by its powers up to A^{last} only", Line.SOLVE, inverse=partial(by_powers, last=last))
 
 
-@mistake("keys find the state before the gate", FIND, DELTA_GATED)
+@mistake("keys find the state before the gate", Line.FIND, DELTA_GATED)
 def _(c):
     S, outs = c.S, []
     for q, k, v, g, beta in zip(*(x.unbind(1) for x in (c.q, c.k, c.v, c.g, c.beta)), strict=True):
@@ -48,7 +46,7 @@ def _(c):
     return (torch.stack(outs, 1), S) if outs else (c.v, S)
 
 
-step("Gamma left out of the scores: pairs not decayed", READ, DELTA_GATED, pairs=lambda n: (n.q @ n.k.mT).tril())
+step("Gamma left out of the scores: pairs not decayed", Line.READ, DELTA_GATED, pairs=lambda n: (n.q @ n.k.mT).tril())
 
 
 for name, own in (
@@ -64,7 +62,7 @@ for name, own in (
         k, beta = own(n)
         return beta * ((k * n.since.exp()) @ n.S)
 
-    step(name, "the backward pass", triangle=triangle, found=found)
+    step(name, Line.GRADIENT, triangle=triangle, found=found)
 
 
 # -- right on paper ------------------------------------------------------------------------------
@@ -75,6 +73,6 @@ def doubled(A: Tensor, dtype: torch.dtype) -> Tensor:
 
 for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
     for inverse in (partial(doubled, dtype=dtype), lambda A, dtype=dtype: doubling(A.to(dtype)).to(A.dtype)):
-        mistake(f"triangle inverted by doubling with operands in {name}", SOLVE, DELTA, rounding=True, chunked=True)(
-            lambda c, inverse=inverse: in_steps(c, c.C, inverse=inverse)[:2]
-        )
+        mistake(
+            f"triangle inverted by doubling with operands in {name}", Line.SOLVE, DELTA, rounding=True, chunked=True
+        )(lambda c, inverse=inverse: in_steps(c, c.C, inverse=inverse)[:2])

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...gates import decay_to_end
 from ...rounding import Products, tf32
 from .._emulate import Product, corrected, two_level
-from ._calls import ANY_GATED, DECAY, DELTA_GATED, GATED, READ, Call, Chunk, at_most_0, in_steps, mistake
+from ._calls import ANY_GATED, DELTA_GATED, GATED, Call, Chunk, Line, at_most_0, in_steps, mistake
 
 
 # -- exponents ---------------------------------------------------------------------------------
@@ -34,8 +34,8 @@ def anchored(c: Call, C: int, anchor: Callable[[Tensor], Tensor]) -> tuple[Tenso
 RATIO = "decays as a ratio, e^b_i times e^-b_j: it overflows in strong chunks"
 MIDDLE = "one anchor for a whole chunk, in its middle: it overflows in strong chunks"
 for name, anchor in ((RATIO, torch.zeros_like), (MIDDLE, lambda b: b[..., -1:, :] / 2)):
-    mistake(name, DECAY, ANY_GATED, overflow=True, chunked=True)(lambda c, anchor=anchor: anchored(c, c.C, anchor))
-    mistake(name, DECAY, GATED, overflow=True)(partial(anchored, C=10**9, anchor=anchor))  # all tokens at once
+    mistake(name, Line.DECAY, ANY_GATED, overflow=True, chunked=True)(lambda c, anchor=anchor: anchored(c, c.C, anchor))
+    mistake(name, Line.DECAY, GATED, overflow=True)(partial(anchored, C=10**9, anchor=anchor))  # all tokens at once
 
 
 def in_log_space(name: str, decays: Callable[[Tensor], tuple], mechanisms=GATED, **more: bool) -> None:
@@ -45,7 +45,7 @@ def in_log_space(name: str, decays: Callable[[Tensor], tuple], mechanisms=GATED,
         since, until, between, whole = decays(g)
         return since, until, seen(between), whole
 
-    mistake(name, DECAY, mechanisms, chunked=True, **more)(lambda c: in_steps(c, c.C, decays=unseen)[:2])
+    mistake(name, Line.DECAY, mechanisms, chunked=True, **more)(lambda c: in_steps(c, c.C, decays=unseen)[:2])
 
 
 def seen(between: Tensor, other: float = -torch.inf) -> Tensor:
@@ -95,7 +95,9 @@ for carried in (False, True):
     )
 
 
-@mistake("gate outside the mask: above the diagonal infinity times 0", DECAY, DELTA_GATED, overflow=True, chunked=True)
+@mistake(
+    "gate outside the mask: above the diagonal infinity times 0", Line.DECAY, DELTA_GATED, overflow=True, chunked=True
+)
 def _(c):
     def pairs(n: Chunk, x: Tensor) -> Tensor:
         D = differences(n.since).exp() * seen(torch.ones_like(n.between), 0.0)
@@ -112,7 +114,7 @@ def clipped(c: Call, most: float) -> tuple[Tensor, Tensor]:
 
 
 for x in (20.0, 60.0, 80.0, 88.0):  # where authors cut exponents off
-    mistake("decays as a ratio whose growing exponential is cut off", DECAY, GATED, chunked=True)(
+    mistake("decays as a ratio whose growing exponential is cut off", Line.DECAY, GATED, chunked=True)(
         partial(clipped, most=x)
     )
     for carried in (False, True):
@@ -147,9 +149,9 @@ def with_products(c: Call, multiply: Callable) -> tuple[Tensor, Tensor]:
     return corrected(c.q, c.k, c.v, c.beta, c.g, **x)
 
 
-mistake("products in TF32, which Triton takes for float32 (or float16)", READ, rounding=True)(
+mistake("products in TF32, which Triton takes for float32 (or float16)", Line.READ, rounding=True)(
     partial(with_products, multiply=Low.apply)
 )
-mistake("operands of products in bfloat16", READ, rounding=True)(
+mistake("operands of products in bfloat16", Line.READ, rounding=True)(
     partial(with_products, multiply=lambda x, y: Product.apply(x, y, torch.bfloat16))
 )

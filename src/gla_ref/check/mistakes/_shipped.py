@@ -16,21 +16,17 @@ from ...chunks import heads_first
 from ...gates import segment_sum
 from ...triangular import elimination
 from ._calls import (
-    CARRY,
-    DECAY,
     DELTA,
     DELTA_GATED,
     GATED,
-    GRADIENT,
     KINDS,
     LINEAR,
-    PACK,
-    READ,
     SOFTMAX,
     STATES,
     C,
     Call,
     Chunk,
+    Line,
     Mistake,
     apply,
     attention,
@@ -84,7 +80,7 @@ def chunked(
         ranks = {m: [len(KINDS[m].axes(n)) for n in KINDS[m].arguments] for m in (*LINEAR, *DELTA_GATED)}
         mechanism = next(m for m, of in ranks.items() if of == [x.ndim for x in tokens])
         call = {"scale": scale, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        return apply(mechanism, Mistake("", "", variant, (), whole=True))(*tokens, **call)
+        return apply(mechanism, Mistake("", "", variant, whole=True))(*tokens, **call)
 
     return kernel
 
@@ -109,7 +105,7 @@ def decay_along_channels(k: Tensor, rest: Tensor) -> Tensor:
     return k * rest[..., 0].exp()[..., None, along]  # instead of rest[..., 0].exp()[..., None]
 
 
-named("writes' decay laid along channels", CARRY, ("simple_gla",), {"keys": decay_along_channels})
+named("writes' decay laid along channels", Line.CARRY, ("simple_gla",), {"keys": decay_along_channels})
 
 
 # -- room 2 ------------------------------------------------------------------------------------
@@ -118,7 +114,7 @@ def read_on_its_side(q: Tensor, S: Tensor) -> Tensor:
     return q @ S.reshape(*S.shape[:-2], V, K).mT  # takes the memory of a K x V state for V x K
 
 
-named("states read as V x K, carried right", READ, LINEAR, {"read": read_on_its_side})
+named("states read as V x K, carried right", Line.READ, LINEAR, {"read": read_on_its_side})
 
 
 # -- room 6 ------------------------------------------------------------------------------------
@@ -130,7 +126,7 @@ def one_taken_for_zero(q: Tensor, k: Tensor, g: Tensor, C: int) -> Tensor:
     return torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
 
 
-named("decay of 1 taken for 0", DECAY, GATED, {"pairs": one_taken_for_zero})
+named("decay of 1 taken for 0", Line.DECAY, GATED, {"pairs": one_taken_for_zero})
 
 
 # -- room 4 ------------------------------------------------------------------------------------
@@ -142,7 +138,7 @@ def rows_that_fill_up(q: Tensor, k: Tensor, g: Tensor, C: int) -> Tensor:
     return torch.einsum("bhik,bhjk,bhijk->bhij", q, k, D.exp())
 
 
-named("rows that fill up a chunk have a decay", DECAY, GATED, {"pairs": rows_that_fill_up}, overflow=True)
+named("rows that fill up a chunk have a decay", Line.DECAY, GATED, {"pairs": rows_that_fill_up}, overflow=True)
 
 
 # -- room 18 -----------------------------------------------------------------------------------
@@ -159,7 +155,7 @@ def gates_of_head_0_go_back(q, k, v, g, *, scale=None, initial_state=None):
 
 named(
     "gate of head 0 shared by all heads, where the gradient of the state crosses the border between two ranks",
-    GRADIENT,
+    Line.GRADIENT,
     GATED,
     lambda C: gates_of_head_0_go_back,
     chunked=False,
@@ -173,7 +169,7 @@ def summed_over_the_wrong_axis(S: Tensor, totals: list[Tensor], writes: list[Ten
     return [*torch.einsum("bhtfk,fbhkv->fbhkv", M, states)]  # instead of "bhtfk,fbhkv->tbhkv"
 
 
-named("chunk states summed over the wrong axis", CARRY, LINEAR, {"carry": summed_over_the_wrong_axis})
+named("chunk states summed over the wrong axis", Line.CARRY, LINEAR, {"carry": summed_over_the_wrong_axis})
 
 
 # -- room 8 ------------------------------------------------------------------------------------
@@ -183,8 +179,8 @@ def one_is_none(states: list[Tensor], sequences: int) -> list[Tensor]:
 
 
 UNREAD = "the first chunk does not read the initial state"
-named(UNREAD, PACK, STATES, {"seen": lambda states, sequences: one_is_none(states, 1)})
-named(f"{UNREAD}, only where there is one sequence", PACK, STATES, {"seen": one_is_none}, whole=True)
+named(UNREAD, Line.PACK, STATES, {"seen": lambda states, sequences: one_is_none(states, 1)})
+named(f"{UNREAD}, only where there is one sequence", Line.PACK, STATES, {"seen": one_is_none}, whole=True)
 
 
 # -- room 9 ------------------------------------------------------------------------------------
@@ -194,7 +190,7 @@ def decayed_by_a_neighbour(S: Tensor, g: Tensor, a: int, C: int) -> Tensor:
 
 
 OFF = "decays counted from the chunk's start, not the sequence's"
-named(OFF, PACK, GATED, {"begin": decayed_by_a_neighbour}, whole=True)
+named(OFF, Line.PACK, GATED, {"begin": decayed_by_a_neighbour}, whole=True)
 
 
 # -- room 10 -----------------------------------------------------------------------------------
@@ -214,7 +210,9 @@ def snapshot_of_somebody_else(*x, scale=None, initial_state=None, cu_seqlens=Non
     return o, torch.cat(states)
 
 
-named("state from the pack's chunk grid", PACK, STATES, lambda C: partial(snapshot_of_somebody_else, C=C), whole=True)
+named(
+    "state from the pack's chunk grid", Line.PACK, STATES, lambda C: partial(snapshot_of_somebody_else, C=C), whole=True
+)
 
 
 # -- room 11 -----------------------------------------------------------------------------------
@@ -247,8 +245,8 @@ def wrong_where_packed(*tokens, cu_seqlens=None, C=C, **options):
 
 
 UPHILL = "dk with the log decay for the decay"
-named(UPHILL, GRADIENT, GATED, {"keys": logarithm_for_the_power})
-named(UPHILL, GRADIENT, GATED, lambda C: partial(wrong_where_packed, C=C), whole=True)
+named(UPHILL, Line.GRADIENT, GATED, {"keys": logarithm_for_the_power})
+named(UPHILL, Line.GRADIENT, GATED, lambda C: partial(wrong_where_packed, C=C), whole=True)
 
 
 # -- room 3 ------------------------------------------------------------------------------------
@@ -311,7 +309,7 @@ def anchor_one_token_late(q: Tensor, k: Tensor, g: Tensor, C: int) -> Tensor:
 
 
 LATE = "anchor of a sub-chunk one token late: it overflows"
-named(LATE, DECAY, GATED, {"pairs": anchor_one_token_late}, overflow=True)
+named(LATE, Line.DECAY, GATED, {"pairs": anchor_one_token_late}, overflow=True)
 
 
 # -- room 5 ------------------------------------------------------------------------------------
@@ -326,7 +324,7 @@ def mask_for_groups_of_4(q, k, v, *, scale=None, initial_state=None):
 
 
 def masked(name: str, sees: Callable) -> None:
-    mistake(name, "x_ij = -inf for j > i", SOFTMAX)(partial(attention, sees=sees))
+    mistake(name, Line.MASK, SOFTMAX)(partial(attention, sees=sees))
 
 
 for n in (2, 4, 8, 16):
@@ -334,7 +332,7 @@ for n in (2, 4, 8, 16):
 masked("mask counted from the cache's first key", lambda i, j, past: j <= i)
 
 
-@mistake("cache ignored", "the cache of keys and values", SOFTMAX)
+@mistake("cache ignored", Line.CACHE, SOFTMAX)
 def _(q, k, v, *, initial_state=None, **options):
     return attention(q, k, v, **options)[0], attention(q, k, v, initial_state=initial_state, **options)[1]
 
@@ -360,9 +358,8 @@ def tiled(x: Tensor, HV: int) -> Tensor:
     return x.repeat(1, HV // x.shape[1], 1, 1)  # W X Y W X Y instead of W W X X Y Y
 
 
-HEADS = "value head h reads key head h // (HV / H)"
 MOD = "value heads grouped wrongly: h reads key head h mod H"
-named(MOD, HEADS, DELTA, {"grouped": tiled}, whole=True, chunked=False)
+named(MOD, Line.GROUP, DELTA, {"grouped": tiled}, whole=True, chunked=False)
 
 
 # -- room 17 -----------------------------------------------------------------------------------

@@ -8,45 +8,30 @@ import torch
 from torch import Tensor
 
 from .._emulate import Decayed
-from ._calls import (
-    ANY_GATED,
-    CARRY,
-    DECAY,
-    GATED,
-    GRADIENT,
-    PACK,
-    READ,
-    WRITE,
-    Call,
-    at_most_0,
-    backward,
-    decay,
-    mistake,
-    read,
-    simple,
-    write,
-)
+from ._calls import ANY_GATED, GATED, Call, Line, at_most_0, backward, decay, mistake, read, simple, write
 
 
 # -- reads and writes --------------------------------------------------------------------------
-@mistake("mask strict instead of inclusive: a token does not see itself", READ)
+@mistake("mask strict instead of inclusive: a token does not see itself", Line.READ)
 def _(c):
     o, S = c.run()
     return o - c.own, S
 
 
-simple("scale given by the caller ignored", READ, lambda c: {"scale": None})
-simple("scale from V instead of K", READ, lambda c: {"scale": c.v.shape[-1] ** -0.5 if c.scale is None else c.scale})
+simple("scale given by the caller ignored", Line.READ, lambda c: {"scale": None})
+simple(
+    "scale from V instead of K", Line.READ, lambda c: {"scale": c.v.shape[-1] ** -0.5 if c.scale is None else c.scale}
+)
 
 for n in (16, 32, 64, 128):
 
-    @mistake(f"channels of K beyond the first {n} left out", WRITE)
+    @mistake(f"channels of K beyond the first {n} left out", Line.WRITE)
     def _(c, n=n):
         keep = torch.arange(c.k.shape[-1], device=c.k.device) < n
         return c.run(q=c.q * keep, k=c.k * keep, S=c.S * keep[:, None])
 
 
-@mistake("normaliser summed over heads instead of time", "o_t / (q_t z_t), z_t = z_{t-1} + k_t", ("linear_attention",))
+@mistake("normaliser summed over heads instead of time", Line.SUM, ("linear_attention",))
 def _(c):
     o, S = c.run()
     over_time, over_heads = ((c.q * c.k.cumsum(axis)).sum(-1, keepdim=True) for axis in (1, 2))
@@ -54,14 +39,14 @@ def _(c):
 
 
 # -- decays ------------------------------------------------------------------------------------
-simple("gate applied after the update instead of before", DECAY, lambda c: {"k": c.k * c.g.exp()}, GATED)
-simple("gate forgotten", DECAY, lambda c: {"g": 0 * c.g.clamp_min(-1)}, ANY_GATED)
-simple("natural log read as base 2", DECAY, lambda c: {"g": c.g * log(2)}, ANY_GATED)
-simple("1.44 taken for log2(e)", DECAY, lambda c: {"g": c.g * (1.44 * log(2))}, ANY_GATED, fine=True)
-simple("log gate taken for alpha", DECAY, lambda c: {"g": c.g.log()}, ANY_GATED)
+simple("gate applied after the update instead of before", Line.DECAY, lambda c: {"k": c.k * c.g.exp()}, GATED)
+simple("gate forgotten", Line.DECAY, lambda c: {"g": 0 * c.g.clamp_min(-1)}, ANY_GATED)
+simple("natural log read as base 2", Line.DECAY, lambda c: {"g": c.g * log(2)}, ANY_GATED)
+simple("1.44 taken for log2(e)", Line.DECAY, lambda c: {"g": c.g * (1.44 * log(2))}, ANY_GATED, fine=True)
+simple("log gate taken for alpha", Line.DECAY, lambda c: {"g": c.g.log()}, ANY_GATED)
 
 
-@mistake("running sum of gates in bfloat16", DECAY, ANY_GATED)
+@mistake("running sum of gates in bfloat16", Line.DECAY, ANY_GATED)
 def _(c):
     b = c.g.clamp_min(-1e4).cumsum(1)
     b = b + (b.to(torch.bfloat16).to(b.dtype) - b).detach()
@@ -70,14 +55,14 @@ def _(c):
 
 # -- from chunk to chunk -----------------------------------------------------------------------
 def carry(name: str, wrong: Callable[[Call, Tensor], Tensor]) -> None:
-    mistake(name, CARRY, ANY_GATED, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
+    mistake(name, Line.CARRY, ANY_GATED, chunked=True)(lambda c: c.chunks(lambda c, o, S: (o, wrong(c, S))))
 
 
 carry("writes not decayed to the end of their chunk", lambda c, S: decay(c.g) * c.S + write(c.k, c.written))
 carry("state's decay from chunk to chunk in base 2", lambda c, S: S + (decay(c.g * log(2)) - decay(c.g)) * c.S)
 
 
-@mistake("tail chunk lost", CARRY, chunked=True)
+@mistake("tail chunk lost", Line.CARRY, chunked=True)
 def _(c):
     T = c.q.shape[1] // c.C * c.C
     o, S = c.cut(0, T).run()
@@ -85,10 +70,10 @@ def _(c):
 
 
 # -- initial and final states ------------------------------------------------------------------
-simple("initial state ignored", PACK, lambda c: {"S": torch.zeros_like(c.S)})
+simple("initial state ignored", Line.PACK, lambda c: {"S": torch.zeros_like(c.S)})
 
 
-@mistake("final state not decayed through the last chunk", "S_T", ANY_GATED, chunked=True)
+@mistake("final state not decayed through the last chunk", Line.FINAL, ANY_GATED, chunked=True)
 def _(c):
     o, S = c.run()
     if not c.q.shape[1]:
@@ -103,7 +88,7 @@ for name, last in (
 ):
     for right_gradient in (False, True):
 
-        @mistake(name, "S_T", chunked=True)
+        @mistake(name, Line.FINAL, chunked=True)
         def _(c, last=last, right_gradient=right_gradient):
             o, S = c.run()
             early = c.cut(0, last(c.q.shape[1], c.C)).run()[1]
@@ -111,7 +96,7 @@ for name, last in (
 
 
 # -- packed sequences --------------------------------------------------------------------------
-@mistake("packed sequences leak into each other", PACK, whole=True)
+@mistake("packed sequences leak into each other", Line.PACK, whole=True)
 def _(c, ends):
     if ends is None:
         return c.run()
@@ -123,7 +108,7 @@ def _(c, ends):
     return torch.cat(outs, 1), torch.cat(finals)
 
 
-@mistake("boundaries of packed sequences one token too late", PACK, whole=True)
+@mistake("boundaries of packed sequences one token too late", Line.PACK, whole=True)
 def _(c, ends):
     if ends is not None:
         ends = [0, *(min(end + 1, ends[-1]) for end in ends[1:-1]), ends[-1]]
@@ -136,17 +121,17 @@ def without_dS(o: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 IGNORED = "gradient of the final state ignored"  # the second, also that of a sequence without tokens
-mistake(IGNORED, GRADIENT)(lambda c: without_dS(*c.run()))
-mistake(IGNORED, GRADIENT, whole=True)(lambda c, ends: without_dS(*c.each(ends)))
+mistake(IGNORED, Line.GRADIENT)(lambda c: without_dS(*c.run()))
+mistake(IGNORED, Line.GRADIENT, whole=True)(lambda c, ends: without_dS(*c.each(ends)))
 
 
-@mistake("dq without what the initial state adds", GRADIENT)
+@mistake("dq without what the initial state adds", Line.GRADIENT)
 def _(c):
     written, carried = c.run(S=torch.zeros_like(c.S)), c.run(v=torch.zeros_like(c.v), q=c.q.detach())
     return written[0] + carried[0], written[1] + carried[1]
 
 
-@mistake("gate's gradient without S_T dS_T, with which its reverse sum begins", GRADIENT, ANY_GATED)
+@mistake("gate's gradient without S_T dS_T, with which its reverse sum begins", Line.GRADIENT, ANY_GATED)
 def _(c):
     pulled: list[Tensor] = []
 
@@ -161,7 +146,7 @@ def _(c):
     return o, backward(S, note)
 
 
-@mistake("gradient of the state without scale where a chunk reads it", GRADIENT, chunked=True)
+@mistake("gradient of the state without scale where a chunk reads it", Line.GRADIENT, chunked=True)
 def _(c):
     def turn(c, o, S):
         q = c.s * c.q * c.g.cumsum(1).exp()
@@ -170,7 +155,7 @@ def _(c):
     return c.chunks(turn)
 
 
-@mistake("gradient of the state not decayed from chunk to chunk", GRADIENT, ANY_GATED, chunked=True)
+@mistake("gradient of the state not decayed from chunk to chunk", Line.GRADIENT, ANY_GATED, chunked=True)
 def _(c):
     def turn(c, o, S):
         kept = decay(c.g)
@@ -187,7 +172,9 @@ def summed(c: Call, g: Tensor) -> tuple[Tensor, Tensor]:
     return c.run(q=q, k=k, g=c.g.detach())
 
 
-@mistake("gate's gradient summed to the end of the sequence, not of a chunk", GRADIENT, GATED, rounding=True, long=True)
+@mistake(
+    "gate's gradient summed to the end of the sequence, not of a chunk", Line.GRADIENT, GATED, rounding=True, long=True
+)
 def _(c):
     g = c.g.clamp_min(-1e4)  # finite, so that the sum of all less itself is 0
     o, S = summed(c, g)
@@ -195,6 +182,6 @@ def _(c):
     return o, (total - total.detach()).exp()[..., None] * S
 
 
-@mistake("gate's gradient without what comes after its chunk", GRADIENT, GATED, chunked=True)
+@mistake("gate's gradient without what comes after its chunk", Line.GRADIENT, GATED, chunked=True)
 def _(c):
     return c.chunks(lambda c, o, S: summed(c, c.g))
