@@ -67,7 +67,7 @@ from ..portable.delta_gradient import Made
 from .delta_chunk import C, barrier, load_tokens, row_column, strides
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
-from .tiles import Chunk, add, box, exclusive, keep_rows, store_own_rows, which_segment
+from .tiles import Chunk, add, box, exclusive, keep_rows, store_own_rows, which_chunk
 
 BLOCK = gl.constexpr(64)  # rows and columns of a tile
 ROWS = gl.constexpr(FACTORS)  # of `factors`
@@ -111,12 +111,10 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def which_chunk(work, it):
+def nth_chunk(work, it):
     """(slot, key heads' chunk) that a program takes as its it-th."""
     item = gl.program_id(0) + it * work.programs
-    i_k, i_s = item % work.H, item // work.H
-    _, i_b, _, stop, o_t = which_segment(work.cu, i_s, work.N, work.T, C, 1)
-    return i_s, Chunk(i_b, i_k, o_t, stop, work.T, work.H)
+    return item // work.H, which_chunk(item, work.cu, work.N, work.T, work.H, C, 1)
 
 
 @gluon.jit
@@ -161,7 +159,7 @@ def loader(boxes, to, results, factors, tiles, bars, work, G: gl.constexpr, K: g
     turns = gl.cdiv(work.items - gl.program_id(0), work.programs) * G
     for n in range(turns + 2):
         s, it = n % 2, gl.minimum(n, turns - 1) // G
-        i_s, chunk = which_chunk(work, it)
+        i_s, chunk = nth_chunk(work, it)
         i_b, i_k, o_t, stop = chunk.i_b, chunk.i_h, chunk.o_t, chunk.stop
         i_h = i_k * G + n % G
         p_f = factors + (i_s * (work.H * G) + i_h).to(gl.int64) * ROWS * C + o_c
@@ -171,7 +169,7 @@ def loader(boxes, to, results, factors, tiles, bars, work, G: gl.constexpr, K: g
         if (n > 1) & ((n - 1) % G == 0):  # turn n - 2 was the last one of a key head
             last = (n - 2) // G
             mbarrier.wait(bars.results_ready.index(last % 2), (last // 2) & 1)
-            _, done = which_chunk(work, last)
+            _, done = nth_chunk(work, last)
             for m in gl.static_range(K // BLOCK):
                 send(results.q, to.q, tiles.do.index(2 * s + m), done, m * BLOCK, K, PACKED)
                 send(results.k, to.k, tiles.dv.index(2 * s + m), done, m * BLOCK, K, PACKED)
@@ -229,7 +227,7 @@ def finisher(tiles, bars, g, s_g, factors, dg, dbeta, work, scale, G: gl.constex
     lines: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
     HV, o_c = work.H * G, gl.arange(0, C, layout=line)
     for it in range(gl.cdiv(work.items - gl.program_id(0), work.programs)):
-        i_s, chunk = which_chunk(work, it)
+        i_s, chunk = nth_chunk(work, it)
         i_b, i_k, o_t, stop = chunk.i_b, chunk.i_h, chunk.o_t, chunk.stop
         for turn in range(G):
             n = it * G + turn

@@ -97,10 +97,7 @@ def which_part(pid, cu, N, T, L, HV, G, columns):
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, 4)
     begin = gl.minimum(begin, stop)  # a spare slot has no chunks
     end = gl.minimum(begin + L, stop)
-    if cu is not None:
-        i_c = start // C + i_n
-    else:
-        i_c = i_n * gl.cdiv(T, C)
+    i_c = start // C + i_n if cu is not None else i_n * gl.cdiv(T, C)
     i_c, n = i_c + (begin - start) // C, gl.cdiv(end - begin, C)
     return Part(i_s, i_b, i_h, i_h // G, i_c, o_v, begin, end, n, T, HV)
 

@@ -60,7 +60,7 @@ from .kda_forward import prepared
 from .kda_prepare import FLAT, FLAT_2, LIMIT, SQUARE, WIDE
 from .kda_walks import walks
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, Chunk, add, blocks_of_16, box, exclusive, keep_rows, store_own_rows, which_segment
+from .tiles import LOG2E, Chunk, add, blocks_of_16, box, exclusive, keep_rows, store_own_rows, which_chunk
 
 BK = gl.constexpr(32)  # channels at a time
 LEAST = gl.constexpr(2.0**-40)  # strengths below it in size count as it
@@ -122,7 +122,6 @@ def allocate(boxes, dv, N_V: gl.constexpr):
 @gluon.jit
 def channels(tiles, n):
     """The tiles of the channels at work; n is 0."""
-    dtype: gl.constexpr = tiles.q.dtype
     g, x, q, k = tiles.gates.index(n), tiles.xs.index(n), tiles.q.index(n), tiles.k.index(n)
     lq, lk, rk = tiles.lq.index(n), tiles.lk.index(n), tiles.rk.index(n)
     table, tails = tiles.table.index(n), tiles.tails.index(n)
@@ -132,11 +131,10 @@ def channels(tiles, n):
         table=reinterpret(table, gl.float32, [16, BK], FLAT),
         tail=reinterpret(tails, gl.float32, [4, BK], FLAT), tails=tails,
         weights=reinterpret(tiles.weights.index(n), gl.float32, [4, 4, BK], FLAT_2),
-        rows_F=reinterpret(tiles.FG.index(n), dtype, [4, 16, C], SQUARE),
-        rows_G=reinterpret(tiles.FG.index(n + 1), dtype, [4, 16, C], SQUARE),
-        rows_lq=reinterpret(lq, dtype, [4, 16, BK], NARROW),
-        rows_lk=reinterpret(lk, dtype, [4, 16, BK], NARROW),
-        rows_rk=reinterpret(rk, dtype, [4, 16, BK], NARROW),
+        rows_F=reinterpret(tiles.FG.index(n), q.dtype, [4, 16, C], SQUARE),
+        rows_G=reinterpret(tiles.FG.index(n + 1), q.dtype, [4, 16, C], SQUARE),
+        rows_lq=reinterpret(lq, q.dtype, [4, 16, BK], NARROW), rows_lk=reinterpret(lk, q.dtype, [4, 16, BK], NARROW),
+        rows_rk=reinterpret(rk, q.dtype, [4, 16, BK], NARROW),
     )
 
 
@@ -440,10 +438,10 @@ def gradients(
     N_K: gl.constexpr = K // BK
     N_V: gl.constexpr = V // 64
     pid = gl.program_id(0)
-    i_h, i_s = pid % HV, pid // HV
-    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
+    chunk = which_chunk(pid, cu, N, T, HV, C, 4)
+    i_b, i_h, o_t, stop = chunk.i_b, chunk.i_h, chunk.o_t, chunk.stop
 
-    chunk, inputs = Chunk(i_b, i_h, o_t, stop, T, HV), Inputs(q, k, g, do, d_w, d_e, d_T, d_S, d_R)
+    inputs = Inputs(q, k, g, do, d_w, d_e, d_T, d_S, d_R)
     boxes, results = Outputs(d_dq, d_dk, d_dv), Outputs(dq, dk, dv)
     tiles = allocate(inputs, d_dv, N_V)
     ready = new_barriers(4, 1)  # T, e and w have come; do; q, k and gates; S and R
@@ -506,8 +504,7 @@ def gradients(
         if dg is not None:
             b_dg = over_gates(these, y_e, y_n, o_f, kept) * scale
             b_dg = gl.convert_layout(b_dg.reshape([C, BK]), COL)
-            here = Chunk(i_b, i_h, o_t, stop + never, T, HV + never)
-            store_own_rows(dg, b_dg, here, m * BK, K, COL)
+            store_own_rows(dg, b_dg, Chunk(i_b, i_h, o_t, stop + never, T, HV + never), m * BK, K, COL)
     tma.store_wait(0)  # before sums over warps may take the memory of a tile that is on its way
     mild_all = gl.min(gl.min(least, 1), 0) >= LIMIT * LOG2E
     gl.store(strong + pid, 1 - mild_all.to(gl.int32))

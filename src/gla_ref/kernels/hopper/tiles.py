@@ -68,6 +68,14 @@ def part_of(cu, i_s, i_h, o_v, N, T, L, H, C: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def which_chunk(pid, cu, N, T, HV, C: gl.constexpr, W: gl.constexpr):
+    """The chunk of a program: neighbours are heads of the same tokens."""
+    i_h, i_s = pid % HV, pid // HV
+    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, W)
+    return Chunk(i_b, i_h, o_t, stop, T, HV)
+
+
+@gluon.jit
 def add(x, y):
     """For running sums, by a scan."""
     return x + y
