@@ -48,8 +48,7 @@ from ..launch.plan import Box, Plan, Spec, cdiv
 from ..portable.delta_forward import launch_carry_maps
 from ..portable.segments import slots
 from . import delta_chunk
-from .delta_chunk import VARYING, C, Chunk, Decays, Shared, load_state, read, state_columns, write
-from .delta_fused import Results
+from .delta_chunk import VARYING, C, Chunk, Decays, Results, Shared, load_state, read, state_columns, write
 from .delta_solve import launch_solve, load_decays, load_divisors
 from .gluon import copy_in, fence_async_shared, mbarrier, tma
 from .ring import invalidate, new_barriers
@@ -60,8 +59,8 @@ SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))
 ROWS = gl.constexpr(3)
 
 
-# the tensors that the copy engine brings, as boxes; or their tiles in shared memory. No q and P without o
-Tiles = namedtuple("Tiles", "q k v T P")
+# what the copy engine brings, as boxes or as tiles in shared memory, and u of `write`; q, P and u only with o
+Tiles = namedtuple("Tiles", "q k v T P u", defaults=(None,))
 
 
 class Barriers(NamedTuple):
@@ -95,7 +94,7 @@ def loader(boxes, tiles, bars, part, STAGES: gl.constexpr):
 
 @gluon.jit
 def walker(
-    results, decays, tiles, bars, t_S, t_u, part, scale,
+    results, decays, tiles, bars, t_S, part, scale,
     V: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
 ):
     """(2) and (3) for columns o_v on, from S_in to S_out."""
@@ -123,7 +122,7 @@ def walker(
         x = read(b_k, t_S, of_S)
         if o is not None:
             b_o = read(tiles.q.index(s).reshape([C, K]), t_S, of_S)
-            chunk = Chunk(b_k, b_v, b_T, tiles.P.index(s).reshape([C, C]), t_u.reshape([C, BV]))
+            chunk = Chunk(b_k, b_v, b_T, tiles.P.index(s).reshape([C, C]), tiles.u.reshape([C, BV]))
         else:
             b_o: gl.constexpr = None
             chunk = Chunk(b_k, b_v, b_T, None, None)
@@ -140,7 +139,7 @@ def walker(
         S, factor, b_o = write(S, factor, x, b_o, chunk, t_S, divisors, b_decays, of_S)
         mbarrier.arrive(bars.done.index(s), count=1)
         if o is not None:
-            store_part(o, (b_o * scale).to(t_u.dtype), t_u, results.d_o, o_t, part, V, of_S, PACKED)
+            store_part(o, (b_o * scale).to(t_S.dtype), tiles.u, results.d_o, o_t, part, V, of_S, PACKED)
     tma.store_wait(0)
     if S_out is not None:
         gl.store(state_columns(S_out, part, K, W, BV, of_S), S)
@@ -173,23 +172,18 @@ def walk(
     t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
     t_v = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, C, BV], v.layout)
     t_T = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_T.layout)
-    if o is not None:
-        t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
-        t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout)
-        t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout)
-    else:
-        t_q: gl.constexpr = None
-        t_P: gl.constexpr = None
-        t_u: gl.constexpr = None
+    t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout) if o is not None else None
+    t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout) if o is not None else None
+    t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout) if o is not None else None
     t_S = gl.allocate_shared_memory(k.dtype, [K, BV], square)
     bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 
-    tiles = Tiles(t_q, t_k, t_v, t_T, t_P)
+    tiles = Tiles(t_q, t_k, t_v, t_T, t_P, t_u)
     part, results = Part(i_s, i_b, i_h, i_h // G, i_c, o_v, begin, end, n, T, HV), Results(o, d_o, S_in, S_out)
     gl.warp_specialize(
         [
-            (walker, (results, decays, tiles, bars, t_S, t_u, part, scale, V, W, STAGES, GATED, PACKED)),
+            (walker, (results, decays, tiles, bars, t_S, part, scale, V, W, STAGES, GATED, PACKED)),
             (loader, (Tiles(q, k, v, d_T, d_P), tiles, bars, part, STAGES)),
         ],
         [4],

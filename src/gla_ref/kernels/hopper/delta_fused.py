@@ -53,7 +53,7 @@ from triton.experimental.gluon import language as gl
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, cdiv
 from . import delta_chunk
-from .delta_chunk import VARYING, C, since_until, strides, summed, which_sequence
+from .delta_chunk import VARYING, C, Results, since_until, strides, summed, which_sequence
 from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, largest, spread
 from .delta_walks import state_rows
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -78,7 +78,6 @@ class Tiles(NamedTuple):
 
 
 Boxes = namedtuple("Boxes", "q k v")
-Results = namedtuple("Results", "o d_o S_in S_out")  # d_o: the tensor o as a box
 
 
 class Barriers(NamedTuple):
@@ -354,10 +353,7 @@ def fused(
     t_P = gl.allocate_shared_memory(k.dtype, [STAGES, C, C], square)
     t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, V], d_o.layout)
     gates = gl.allocate_shared_memory(gl.float32, [STAGES * (7 if GATED else 1), C], line)
-    if k.dtype == gl.float16:
-        exponents = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line)
-    else:
-        exponents: gl.constexpr = None
+    exponents = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line) if k.dtype == gl.float16 else None
     scratch = allocate_scratch()
     bars = Barriers(
         keys=new_barriers(STAGES, 1), ready=new_barriers(STAGES, 1), gated=new_barriers(STAGES, 1),

@@ -401,12 +401,8 @@ def walks(
     t_Y = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_Y.layout)
     t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout)
     t_factors = gl.allocate_shared_memory(gl.float32, [4 * STAGES, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if d_writes is not None:
-        t_state = gl.allocate_shared_memory(k.dtype, [1, 1, BV, K], k.layout)
-        t_rows = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], v.layout)
-    else:
-        t_state: gl.constexpr = None
-        t_rows: gl.constexpr = None
+    t_state = gl.allocate_shared_memory(k.dtype, [1, 1, BV, K], k.layout) if d_writes is not None else None
+    t_rows = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], v.layout) if d_writes is not None else None
     bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 

@@ -268,7 +268,7 @@ def multiplier(
     C: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """(1) to (3) but for what the transformer does, and (5), from R_in to R_out."""
-    i_h, end, n, (H, K, V, scale) = part.i_h, part.end, part.n, sizes
+    i_h, end, n, H, K, V, scale = part.i_h, part.end, part.n, sizes.H, sizes.K, sizes.V, sizes.scale
     t_P, t_dP, t_R = copies
     NEED_DG: gl.constexpr = gradients.g is not None
     # R: 16 rows a warp; all others: 64 rows are four warps', further warps share columns
@@ -424,11 +424,7 @@ def unwind(
 
     # barriers
     has_x, hat, free_x, singles = new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, 1), new_barriers(7, 1)
-    if dg is not None:
-        has_later, free_R = new_barriers(1, 1), new_barriers(1, 1)
-    else:
-        has_later: gl.constexpr = None
-        free_R: gl.constexpr = None
+    has_later, free_R = (new_barriers(1, 1), new_barriers(1, 1)) if dg is not None else (None, None)
     bars = Barriers(
         has_x=has_x, has_v=singles.index(0), has_do=singles.index(1), has_S=singles.index(2), hat=hat,
         has_later=has_later, has_net=singles.index(3), free_x=free_x, free_v=singles.index(4),

@@ -198,7 +198,8 @@ def multiplier(
     C: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """(2) and (3), from S_in to S_out."""
-    q, k, v, i_h, o_v, (H, K, V, scale) = boxes.q, boxes.k, boxes.v, part.i_h, part.o_v, sizes
+    H, K, V, scale = sizes
+    q, k, v, i_h, o_v = boxes.q, boxes.k, boxes.v, part.i_h, part.o_v
     BK: gl.constexpr = k.block_type.shape[3]
     BV: gl.constexpr = v.block_type.shape[3]
     FLOAT16: gl.constexpr = k.dtype == gl.float16
@@ -330,10 +331,7 @@ def walk(
     factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BK], unswizzled)  # first, through of each stage
     strong_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], unswizzled)  # is the stage's chunk strong?
     empty, ready, hat = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1)
-    if g.dtype == gl.float32:
-        taken = new_barriers(1, 1)
-    else:
-        taken: gl.constexpr = None
+    taken = new_barriers(1, 1) if g.dtype == gl.float32 else None
     sums = make_sums(signs, halves, g_16, W)
     fence_async_shared()
 

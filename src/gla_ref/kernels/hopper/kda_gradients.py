@@ -481,8 +481,7 @@ def gradients(
     for m in range(N_K):
         never = m & zero
         these = channels(tiles, never)
-        # reads of S and writes to R, while the decays are made
-        b_q, b_k, b_v = over_states(tiles, of_states, none_k, m, never)
+        b_q, b_k, b_v = over_states(tiles, of_states, none_k, m, never)  # (5) to (7), of S and R
         x = sum_gates(these, of_keys, stop - o_t, m, PACKED)
         D = gl.min(x, 1)  # [4, BK]: the last row
         least = gl.where(D < least, D, least)
@@ -494,7 +493,7 @@ def gradients(
         if m + 1 < N_K:
             bring_states(inputs, of_states, tiles, pid, m + 1)
         b_q, b_k, b_v = from_ends(these, b_q, b_k, b_v, half)
-        b_q, b_k, p = add_pairs(these, b_q, b_k, left_F, left_G, none_k)
+        b_q, b_k, p = add_pairs(these, b_q, b_k, left_F, left_G, none_k)  # (5) to (7), of pairs
         y_e, y_n = make_dq_dk(these, tiles.own, b_q, b_k, b_v, p, of_left, of_right, half, scale)
         send(boxes, results, these, chunk, m, K, PACKED)
         kept = these.table.index(8).load(OF_D) * these.table.index(9).load(OF_D) * these.table.index(10).load(OF_D)
