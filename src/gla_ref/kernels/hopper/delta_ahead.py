@@ -48,19 +48,19 @@ from ..launch.plan import Box, Plan, Spec, cdiv
 from ..portable.delta_forward import launch_carry_maps
 from ..portable.segments import slots
 from . import delta_chunk
-from .delta_chunk import VARYING, C, Shared, load_state, read, state_columns, store_o, write
+from .delta_chunk import VARYING, C, Chunk, Decays, Results, Shared, load_state, read, state_columns, write
 from .delta_solve import launch_solve, load_decays, load_divisors
 from .gluon import copy_in, fence_async_shared, mbarrier, tma
 from .ring import invalidate, new_barriers
-from .tiles import box, keep_rows, which_segment
+from .tiles import Part, box, keep_rows, store_part, which_segment
 
 # rows of a chunk's `decays`, which are `factors` of delta_solve.py
 SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))
 ROWS = gl.constexpr(3)
 
 
-# the tensors that the copy engine brings, as boxes; or their tiles in shared memory. No q and P without o
-Tiles = namedtuple("Tiles", "q k v T P")
+# what the copy engine brings, as boxes or as tiles in shared memory, and u of `write`; q, P and u only with o
+Tiles = namedtuple("Tiles", "q k v T P u", defaults=(None,))
 
 
 class Barriers(NamedTuple):
@@ -71,21 +71,22 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl.constexpr):
+def loader(boxes, tiles, bars, part, STAGES: gl.constexpr):
     """Bring each chunk; what lies beyond a tensor comes as zeros."""
+    i_b, i_h, i_k = part.i_b, part.i_h, part.i_k
     of_k: gl.constexpr = boxes.k.block_type.nbytes  # bytes of a tile; q has as many, P as many as T
     of_v: gl.constexpr = boxes.v.block_type.nbytes
     of_T: gl.constexpr = boxes.T.block_type.nbytes
     of_o: gl.constexpr = of_k + of_T if boxes.q is not None else 0  # q and P
-    for c in range(n):
-        s, o_t, i_t = c % STAGES, begin + c * C, (i_c + c) * HV + i_h
+    for c in range(part.n):
+        s, o_t, i_t = c % STAGES, part.begin + c * C, (part.i_c + c) * part.HV + i_h
         mbarrier.wait(bars.done.index(s), ((c // STAGES) & 1) ^ 1)
         bar = bars.ready.index(s)  # completes when so many bytes are there
         mbarrier.expect(bar, of_k + of_v + of_T + of_o)
         copy_in(boxes.k, [i_b, i_k, o_t, 0], bar, tiles.k.index(s))
         if boxes.q is not None:
             copy_in(boxes.q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
-        copy_in(boxes.v, [i_b, i_h, o_t, o_v], bar, tiles.v.index(s))
+        copy_in(boxes.v, [i_b, i_h, o_t, part.o_v], bar, tiles.v.index(s))
         copy_in(boxes.T, [i_t, 0, 0, 0], bar, tiles.T.index(s))
         if boxes.P is not None:
             copy_in(boxes.P, [i_t, 0, 0, 0], bar, tiles.P.index(s))
@@ -93,25 +94,24 @@ def loader(boxes, tiles, bars, i_b, i_h, i_k, i_c, o_v, begin, n, HV, STAGES: gl
 
 @gluon.jit
 def walker(
-    outputs, decays, tiles, bars, t_S, t_u, which,
+    results, decays, tiles, bars, t_S, part, scale,
     V: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
 ):
     """(2) and (3) for columns o_v on, from S_in to S_out."""
-    o, d_o, S_in, S_out = outputs
-    i_s, i_b, i_h, i_c, o_v, begin, end, n, HV, scale = which
+    o, S_out, i_c, i_h, n, end = results.o, results.S_out, part.i_c, part.i_h, part.n, part.end
     K: gl.constexpr = t_S.shape[0]
     BV: gl.constexpr = t_S.shape[1]
     FLOAT16: gl.constexpr = t_S.dtype == gl.float16
     of_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])  # [K, BV] and [C, BV]
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    S, factor = load_state(S_in, i_s, i_h, o_v, t_S, HV, W, of_S, V if o is None else None)
+    S, factor = load_state(results.S_in, part, t_S, W, of_S, V if o is None else None)
     if GATED:
-        since, until, through = load_decays(decays, i_c * HV + i_h, SINCE, ROWS, of_S)
+        since, until, through = load_decays(decays, i_c * part.HV + i_h, SINCE, ROWS, of_S)
     if FLOAT16:
-        of_T, of_P = load_divisors(decays, i_c * HV + i_h, DIVISORS, ROWS)
+        of_T, of_P = load_divisors(decays, i_c * part.HV + i_h, DIVISORS, ROWS)
     for c in range(n):
-        s, o_t = c % STAGES, begin + c * C
-        i_next = (i_c + gl.minimum(c + 1, n - 1)) * HV + i_h  # decays are asked for a chunk before they are needed
+        s, o_t = c % STAGES, part.begin + c * C
+        i_next = (i_c + gl.minimum(c + 1, n - 1)) * part.HV + i_h  # decays are asked for a chunk before they are needed
         b_k, b_v = tiles.k.index(s).reshape([C, K]), tiles.v.index(s).reshape([C, BV])
         b_T = tiles.T.index(s).reshape([C, C])
         mbarrier.wait(bars.ready.index(s), (c // STAGES) & 1)
@@ -122,33 +122,27 @@ def walker(
         x = read(b_k, t_S, of_S)
         if o is not None:
             b_o = read(tiles.q.index(s).reshape([C, K]), t_S, of_S)
-            b_P, b_u = tiles.P.index(s).reshape([C, C]), t_u.reshape([C, BV])
+            chunk = Chunk(b_k, b_v, b_T, tiles.P.index(s).reshape([C, C]), tiles.u.reshape([C, BV]))
         else:
             b_o: gl.constexpr = None
-            b_P: gl.constexpr = None
-            b_u: gl.constexpr = None
+            chunk = Chunk(b_k, b_v, b_T, None, None)
         if GATED:
-            b_since, b_until, b_through = since[:, None], until[:, None], through
+            b_decays = Decays(since, until, through)
             since, until, through = load_decays(decays, i_next, SINCE, ROWS, of_S)
         else:
-            b_since: gl.constexpr = None
-            b_until: gl.constexpr = None
-            b_through: gl.constexpr = None
+            b_decays: gl.constexpr = None
         if FLOAT16:
-            b_of_T, b_of_P = of_T, of_P
+            divisors = of_T, of_P
             of_T, of_P = load_divisors(decays, i_next, DIVISORS, ROWS)
         else:
-            b_of_T: gl.constexpr = None
-            b_of_P: gl.constexpr = None
-        S, factor, b_o = write(
-            S, factor, x, b_o, b_k, b_v, b_T, b_P, t_S, b_u, b_of_T, b_of_P, b_since, b_until, b_through, of_S
-        )
+            divisors: gl.constexpr = None
+        S, factor, b_o = write(S, factor, x, b_o, chunk, t_S, divisors, b_decays, of_S)
         mbarrier.arrive(bars.done.index(s), count=1)
         if o is not None:
-            store_o(o, d_o, (b_o * scale).to(d_o.dtype), t_u, i_b, i_h, o_t, end, o_v, HV, V, of_S, PACKED)
+            store_part(o, (b_o * scale).to(t_S.dtype), tiles.u, results.d_o, o_t, part, V, of_S, PACKED)
     tma.store_wait(0)
     if S_out is not None:
-        gl.store(state_columns(S_out, i_s, i_h, o_v, HV, K, W, BV, of_S), S)
+        gl.store(state_columns(S_out, part, K, W, BV, of_S), S)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -171,30 +165,27 @@ def walk(
     begin = gl.minimum(begin, stop)  # a spare slot has no chunks
     end = gl.minimum(begin + L, stop)
     n = gl.cdiv(end - begin, C)
-    i_c = (start // C + i_n if PACKED else i_n * gl.cdiv(T, C)) + (begin - start) // C  # slot of the first chunk
+    i_c = (start // C + i_n if PACKED else i_n * gl.cdiv(T, C)) + (begin - start) // C
 
     # shared memory
     square: gl.constexpr = gl.NVMMASharedLayout(2 * BV, 16, 2)
     t_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, K], k.layout)
     t_v = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, C, BV], v.layout)
     t_T = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_T.layout)
-    if o is not None:
-        t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout)
-        t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout)
-        t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout)
-    else:
-        t_q: gl.constexpr = None
-        t_P: gl.constexpr = None
-        t_u: gl.constexpr = None
+    t_q = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, C, K], q.layout) if o is not None else None
+    t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout) if o is not None else None
+    t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], d_o.layout) if o is not None else None
     t_S = gl.allocate_shared_memory(k.dtype, [K, BV], square)
     bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 
-    tiles = Tiles(t_q, t_k, t_v, t_T, t_P)
-    outputs, which = (o, d_o, S_in, S_out), (i_s, i_b, i_h, i_c, o_v, begin, end, n, HV, scale)
-    of_loader = (Tiles(q, k, v, d_T, d_P), tiles, bars, i_b, i_h, i_h // G, i_c, o_v, begin, n, HV, STAGES)
+    tiles = Tiles(t_q, t_k, t_v, t_T, t_P, t_u)
+    part, results = Part(i_s, i_b, i_h, i_h // G, i_c, o_v, begin, end, n, T, HV), Results(o, d_o, S_in, S_out)
     gl.warp_specialize(
-        [(walker, (outputs, decays, tiles, bars, t_S, t_u, which, V, W, STAGES, GATED, PACKED)), (loader, of_loader)],
+        [
+            (walker, (results, decays, tiles, bars, t_S, part, scale, V, W, STAGES, GATED, PACKED)),
+            (loader, (Tiles(q, k, v, d_T, d_P), tiles, bars, part, STAGES)),
+        ],
         [4],
         [REGISTERS],
     )

@@ -20,6 +20,7 @@ float16 (`operand`), and their products are multiplied by them.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from ..launch.plan import Draft, Spec, cdiv
 from ..portable import tiles as portable
 from ..portable.segments import sequences, slots
 from .gluon import barrier, fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
-from .tiles import LOG2E, operand, store_box, store_rows
+from .tiles import LOG2E, operand
 
 C = gl.constexpr(64)  # tokens of a chunk
 # arguments that change from call to call: Triton shall compile no variants for 1 and for multiples of 16
@@ -101,16 +102,22 @@ def decays(t_sums, layout: gl.constexpr):
 # (2) and (3)
 
 
+# a chunk's tiles in shared memory for `write`, and its decays [C] and e^(b_C)
+Chunk = namedtuple("Chunk", "k v T P u")
+Decays = namedtuple("Decays", "since until through")
+Results = namedtuple("Results", "o d_o S_in S_out")  # of a walk; d_o: the tensor o as a box. S_in is where it begins
+
+
 @gluon.jit
-def state_columns(x, i_s, i_h, o_v, HV, K: gl.constexpr, W: gl.constexpr, BV: gl.constexpr, layout: gl.constexpr):
-    """Pointers to the columns o_v on of a head's state, [K, BV]; x [slots, HV, K, W]."""
+def state_columns(x, part, K: gl.constexpr, W: gl.constexpr, BV: gl.constexpr, layout: gl.constexpr):
+    """Pointers to a part's columns of states x [slots, HV, K, W], [K, BV]."""
     o_k, o_c = gl.arange(0, K, layout=gl.SliceLayout(1, layout)), gl.arange(0, BV, layout=gl.SliceLayout(0, layout))
-    x += (i_s * HV + i_h).to(gl.int64) * K * W + o_v
+    x += (part.i_s * part.HV + part.i_h).to(gl.int64) * K * W + part.o_v
     return x + (o_k[:, None] * W + o_c[None, :])
 
 
 @gluon.jit
-def load_state(S_in, i_s, i_h, o_v, t_S, HV, W: gl.constexpr, layout: gl.constexpr, UNIT: gl.constexpr = None):
+def load_state(S_in, part, t_S, W: gl.constexpr, layout: gl.constexpr, UNIT: gl.constexpr = None):
     """The state before the first chunk, and the factor of its copy in t_S.
 
     Without S_in it is zeros, and from column UNIT on the unit matrix.
@@ -118,12 +125,12 @@ def load_state(S_in, i_s, i_h, o_v, t_S, HV, W: gl.constexpr, layout: gl.constex
     K: gl.constexpr = t_S.shape[0]
     BV: gl.constexpr = t_S.shape[1]
     if S_in is not None:
-        S = gl.load(state_columns(S_in, i_s, i_h, o_v, HV, K, W, BV, layout))
+        S = gl.load(state_columns(S_in, part, K, W, BV, layout))
     else:
         S = gl.zeros([K, BV], gl.float32, layout)
     if UNIT is not None:
         o_k, o_c = gl.arange(0, K, layout=gl.SliceLayout(1, layout)), gl.arange(0, BV, layout=gl.SliceLayout(0, layout))
-        S = gl.where((UNIT + o_k)[:, None] == (o_v + o_c)[None, :], 1.0, S)
+        S = gl.where((UNIT + o_k)[:, None] == (part.o_v + o_c)[None, :], 1.0, S)
     low, of_S = operand(S, t_S.dtype)
     t_S.store(low)
     fence_async_shared()
@@ -140,12 +147,13 @@ def read(b_x, t_S, layout: gl.constexpr):
 
 
 @gluon.jit
-def write(S, of_S, x, b_o, b_k, b_v, t_T, t_P, t_S, t_u, of_T, of_P, since, until, through, layout: gl.constexpr):
+def write(S, of_S, x, b_o, chunk, t_S, divisors, decays, layout: gl.constexpr):
     """(2) and (3), after `read` of k and then q: S, the factor of its copy in t_S, and o over scale.
 
-    v', then w replace v; t_u has e^(b_C - b) w, and o may follow once all warps are done. since [C, 1], until [C, 1]
-    and through are None without gates. If no o is wanted b_o, t_P and t_u are None, and e^(b_C - b) w replaces v'.
+    v', then w replace v; u has e^(b_C - b) w, and o may follow once all warps are done. Without gates, decays are None.
+    If no o is wanted b_o is None, as are the chunk's P and u, and e^(b_C - b) w replaces v'.
     """
+    b_k, b_v, t_u = chunk.k, chunk.v, chunk.u
     FLOAT16: gl.constexpr = b_k.dtype == gl.float16
     READ: gl.constexpr = 1 if b_o is not None else 0  # products for o, which may be under way after the state's
     C: gl.constexpr = b_v.shape[0]
@@ -155,26 +163,26 @@ def write(S, of_S, x, b_o, b_k, b_v, t_T, t_P, t_S, t_u, of_T, of_P, since, unti
     x = warpgroup_mma_wait(READ, deps=[x])
     if FLOAT16:
         x = x * of_S
-    if since is not None:
-        x = x * since
+    if decays is not None:
+        x = x * decays.since[:, None]
     low, of_v = operand(v - x, b_k.dtype)
     b_v.store(low)
     fence_async_shared()
-    w = warpgroup_mma(t_T, b_v, none, use_acc=False, is_async=True)
+    w = warpgroup_mma(chunk.T, b_v, none, use_acc=False, is_async=True)
     if READ:
         b_o = warpgroup_mma_wait(1, deps=[b_o])
         if FLOAT16:
             b_o = b_o * of_S
-        if since is not None:
-            b_o = b_o * since
-    if since is not None:
-        S = S * through
+        if decays is not None:
+            b_o = b_o * decays.since[:, None]
+    if decays is not None:
+        S = S * decays.through
     w = warpgroup_mma_wait(0, deps=[w])
     if FLOAT16:
-        w = w * (of_v * of_T)
+        w = w * (of_v * divisors[0])
     tma.store_wait(0)  # the last o, which lies in t_u, has been read
-    if until is not None:
-        low, of_u = operand(w * until, b_k.dtype)
+    if decays is not None:
+        low, of_u = operand(w * decays.until[:, None], b_k.dtype)
     else:
         low, of_u = operand(w, b_k.dtype)
     if READ:
@@ -192,8 +200,8 @@ def write(S, of_S, x, b_o, b_k, b_v, t_T, t_P, t_S, t_u, of_T, of_P, since, unti
         b_v.store(low)
         fence_async_shared()
         if FLOAT16:
-            b_o = b_o / (of_w * of_P)
-        b_o = warpgroup_mma(t_P, b_v, b_o, is_async=True)
+            b_o = b_o / (of_w * divisors[1])
+        b_o = warpgroup_mma(chunk.P, b_v, b_o, is_async=True)
     S = warpgroup_mma_wait(READ, deps=[S])
     if FLOAT16:
         S = S * of_u
@@ -203,20 +211,11 @@ def write(S, of_S, x, b_o, b_k, b_v, t_T, t_P, t_S, t_u, of_T, of_P, since, unti
     if READ:
         b_o = warpgroup_mma_wait(0, deps=[b_o])
         if FLOAT16:
-            b_o = b_o * (of_w * of_P)
+            b_o = b_o * (of_w * divisors[1])
     else:
         b_o = none  # a function cannot return None
     barrier()  # all warps' products have read q, k, w, T, P and t_u
     return S, of_S, b_o
-
-
-@gluon.jit
-def store_o(o, d_o, low, t_u, i_b, i_h, o_t, end, o_v, HV, V, layout: gl.constexpr, PACKED: gl.constexpr):
-    """A tile of o, by way of t_u."""
-    if PACKED:
-        store_rows(o, low, t_u, d_o, i_h, o_t, end, o_v, HV, V, layout)
-    else:
-        store_box(low, t_u, d_o, i_b, i_h, o_t, o_v)
 
 
 # The plan.

@@ -43,6 +43,7 @@ for delta_ahead.py.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -52,12 +53,12 @@ from triton.experimental.gluon import language as gl
 from ..launch.hardware import Hardware
 from ..launch.plan import Plan, cdiv
 from . import delta_chunk
-from .delta_chunk import VARYING, C, since_until, strides, summed, which_sequence
+from .delta_chunk import VARYING, C, Results, since_until, strides, summed, which_sequence
 from .delta_inverse import allocate_scratch, eliminate, inverse, is_strong, largest, spread
 from .delta_walks import state_rows
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
-from .tiles import box, keep_rows
+from .tiles import Part, box, keep_rows
 
 STAGES = gl.constexpr(2)  # chunks that lie in shared memory, with all that belongs to them
 # rows of a chunk's `gates`: strengths, c, e^b, 2^x e^(b_C - b), scale e^b, 2^-x times strengths, 2^x scale
@@ -74,6 +75,9 @@ class Tiles(NamedTuple):
     P: object
     gates: object  # rows of C numbers; without gates only BETA
     exponents: object  # of the powers of 2 that rows of T and P were divided by, in float16; else None
+
+
+Boxes = namedtuple("Boxes", "q k v")
 
 
 class Barriers(NamedTuple):
@@ -108,26 +112,27 @@ def scaled_rows(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def loader(q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_k, begin, end, n, scale):
+def loader(boxes, g, beta, s_g, s_beta, tiles, bars, part, scale):
     """Bring q, k, v of each chunk, zeros beyond the tensor; strengths, sums of gates and decays, zeros beyond `end`."""
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    i_b, i_h, i_k, begin = part.i_b, part.i_h, part.i_k, part.begin
     rows = gl.arange(0, C, layout=line)
-    left = end - begin
+    left = part.end - begin
     beta += i_b.to(gl.int64) * s_beta[0] + begin.to(gl.int64) * s_beta[1] + i_h.to(gl.int64) * s_beta[2]
     b_beta = gl.load(beta + rows * s_beta[1], mask=rows < left, other=0.0)
     if g is not None:
         g += i_b.to(gl.int64) * s_g[0] + begin.to(gl.int64) * s_g[1] + i_h.to(gl.int64) * s_g[2]
         b_g = gl.load(g + rows * s_g[1], mask=rows < left, other=0.0)
-    for c in range(n):
+    for c in range(part.n):
         s, o_t = c % STAGES, begin + c * C
         mbarrier.wait(bars.done.index(s), ((c // STAGES) & 1) ^ 1)
         bar = bars.keys.index(s)  # completes when so many bytes are there
-        mbarrier.expect(bar, k.block_type.nbytes)
-        copy_in(k, [i_b, i_k, o_t, 0], bar, tiles.k.index(s))
+        mbarrier.expect(bar, boxes.k.block_type.nbytes)
+        copy_in(boxes.k, [i_b, i_k, o_t, 0], bar, tiles.k.index(s))
         bar = bars.ready.index(s)
-        mbarrier.expect(bar, q.block_type.nbytes + v.block_type.nbytes)
-        copy_in(q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
-        copy_in(v, [i_b, i_h, o_t, 0], bar, tiles.v.index(s))
+        mbarrier.expect(bar, boxes.q.block_type.nbytes + boxes.v.block_type.nbytes)
+        copy_in(boxes.q, [i_b, i_k, o_t, 0], bar, tiles.q.index(s))
+        copy_in(boxes.v, [i_b, i_h, o_t, 0], bar, tiles.v.index(s))
         row(tiles, s, BETA).store(b_beta.to(gl.float32))
         if g is not None:
             coarse, fine = summed(b_g.to(gl.float32))
@@ -175,8 +180,7 @@ def store_T(tiles, s, Y, GATED: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def solver(
-    tiles, bars, scratch, strong, begin, end, n, scale, zero, GATED: gl.constexpr, PACKED: gl.constexpr,
-    EXACT: gl.constexpr,
+    tiles, bars, scratch, strong, part, scale, zero, GATED: gl.constexpr, PACKED: gl.constexpr, EXACT: gl.constexpr
 ):
     """(1) of each chunk; without EXACT also whether one of them needs it."""
     K: gl.constexpr = tiles.q.shape[4]
@@ -185,11 +189,11 @@ def solver(
     of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     most = largest(gl.zeros([C, C], gl.float32, wide))
-    for c in range(n):
+    for c in range(part.n):
         s, parity = c % STAGES, (c // STAGES) & 1
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
         mbarrier.wait(bars.keys.index(s), parity)
-        left = end - begin - c * C
+        left = part.end - part.begin - c * C
         if PACKED and left < C:  # the rest is another sequence's
             mbarrier.wait(bars.ready.index(s), parity)
             keep_rows(b_q, left, of_k)
@@ -227,15 +231,13 @@ def solver(
 
 
 @gluon.jit
-def store_turned(
-    o, d_o, x, t_u, done, i_b, i_h, o_t, end, HV, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr
-):
+def store_turned(results, x, t_u, done, o_t, part, V: gl.constexpr, layout: gl.constexpr, PACKED: gl.constexpr):
     """o^T [V, C] to rows o_t ..., up to row `end`: a whole chunk by the copy engine, by way of t_u."""
-    if PACKED and end - o_t < C:
+    if PACKED and part.end - o_t < C:
         rows = gl.arange(0, V, layout=gl.SliceLayout(1, layout))[:, None]
         columns = gl.arange(0, C, layout=gl.SliceLayout(0, layout))[None, :]
-        p = o + (o_t.to(gl.int64) * HV + i_h) * V
-        gl.store(p + (columns * (HV * V) + rows), x, mask=columns < end - o_t)
+        p = results.o + (o_t.to(gl.int64) * part.HV + part.i_h) * V
+        gl.store(p + (columns * (part.HV * V) + rows), x, mask=columns < part.end - o_t)
         fence_async_shared()
         mbarrier.arrive(done, count=1)
     else:
@@ -243,14 +245,12 @@ def store_turned(
         t_u.reshape([C, V]).permute((1, 0)).store(x)
         fence_async_shared()
         mbarrier.arrive(done, count=1)  # after a fence: threads have read v
-        copy_out(d_o, [i_b, i_h, o_t, 0], t_u)
+        copy_out(results.d_o, [part.i_b, part.i_h, o_t, 0], t_u)
 
 
 @gluon.jit
-def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.constexpr):
+def walker(results, tiles, bars, part, t_u, scale, GATED: gl.constexpr, PACKED: gl.constexpr):
     """(2) and (3), from S_in to S_out, all transposed."""
-    o, d_o, S_in, S_out = outputs
-    i_n, i_b, i_h, begin, end, n, HV, scale = which
     K: gl.constexpr = tiles.q.shape[4]
     dtype: gl.constexpr = tiles.k.dtype
     FLOAT16: gl.constexpr = dtype == gl.float16
@@ -263,12 +263,12 @@ def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.con
     of_row: gl.constexpr = gl.SliceLayout(1, narrow)
     of_column: gl.constexpr = gl.SliceLayout(0, narrow)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    if S_in is not None:
-        S = gl.load(state_rows(S_in, i_n, i_h, 0, HV, K, V, state, V))
+    if results.S_in is not None:
+        S = gl.load(state_rows(results.S_in, part.i_s, part, K, V, state, V))
     else:
         S = gl.zeros([V, K], gl.float32, state)
-    for c in range(n):
-        s, o_t, parity = c % STAGES, begin + c * C, (c // STAGES) & 1
+    for c in range(part.n):
+        s, o_t, parity = c % STAGES, part.begin + c * C, (c // STAGES) & 1
         b_q, b_k = tiles.q.index(s).reshape([C, K]), tiles.k.index(s).reshape([C, K])
         b_v = tiles.v.index(s).reshape([C, V])
         none = gl.zeros([V, C], gl.float32, narrow)
@@ -276,7 +276,7 @@ def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.con
         low = gl.convert_layout(low, left)
         mbarrier.wait(bars.keys.index(s), parity)
         mbarrier.wait(bars.ready.index(s), parity)
-        if PACKED and end - o_t < C:  # the solver puts zeros into k
+        if PACKED and part.end - o_t < C:  # the solver puts zeros into k
             mbarrier.wait(bars.solved.index(s), parity)
         x = warpgroup_mma(low, b_k.permute((1, 0)), none, use_acc=False, is_async=True)  # (k S)^T
         b_o = warpgroup_mma(low, b_q.permute((1, 0)), none, use_acc=False, is_async=True)  # (q S)^T
@@ -318,9 +318,9 @@ def walker(outputs, tiles, bars, which, t_u, GATED: gl.constexpr, PACKED: gl.con
         if FLOAT16:
             S, b_o = S * gl.exp2(exponent_u), b_o * gl.exp2(exponent_w)[:, None] * gl.exp2(exponent_P)
         done = bars.done.index(s)
-        store_turned(o, d_o, b_o.to(dtype), t_u, done, i_b, i_h, o_t, end, HV, V, narrow, PACKED)
+        store_turned(results, b_o.to(dtype), t_u, done, o_t, part, V, narrow, PACKED)
     tma.store_wait(0)
-    gl.store(state_rows(S_out, i_n, i_h, 0, HV, K, V, state, V), S)
+    gl.store(state_rows(results.S_out, part.i_s, part, K, V, state, V), S)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -353,10 +353,7 @@ def fused(
     t_P = gl.allocate_shared_memory(k.dtype, [STAGES, C, C], square)
     t_u = gl.allocate_shared_memory(k.dtype, [1, 1, C, V], d_o.layout)
     gates = gl.allocate_shared_memory(gl.float32, [STAGES * (7 if GATED else 1), C], line)
-    if k.dtype == gl.float16:
-        exponents = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line)
-    else:
-        exponents: gl.constexpr = None
+    exponents = gl.allocate_shared_memory(gl.float32, [2 * STAGES, C], line) if k.dtype == gl.float16 else None
     scratch = allocate_scratch()
     bars = Barriers(
         keys=new_barriers(STAGES, 1), ready=new_barriers(STAGES, 1), gated=new_barriers(STAGES, 1),
@@ -365,14 +362,13 @@ def fused(
     fence_async_shared()
 
     tiles = Tiles(t_q, t_k, t_v, t_T, t_P, gates, exponents)
-    outputs, which = (o, d_o, S_in, S_out), (i_n, i_b, i_h, begin, end, n, HV, scale)
-    s_g, s_beta = (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)
-    of_loader = (q, k, v, g, beta, s_g, s_beta, tiles, bars, i_b, i_h, i_h // G, begin, end, n, scale)
+    part = Part(i_n, i_b, i_h, i_h // G, 0, 0, begin, end, n, T, HV)
+    boxes, s_g, s_beta = Boxes(q, k, v), (s_gb, s_gt, s_gh), (s_bb, s_bt, s_bh)
     gl.warp_specialize(
         [
-            (walker, (outputs, tiles, bars, which, t_u, GATED, PACKED)),
-            (solver, (tiles, bars, scratch, strong, begin, end, n, scale, zero, GATED, PACKED, EXACT)),
-            (loader, of_loader),
+            (walker, (Results(o, d_o, S_in, S_out), tiles, bars, part, t_u, scale, GATED, PACKED)),
+            (solver, (tiles, bars, scratch, strong, part, scale, zero, GATED, PACKED, EXACT)),
+            (loader, (boxes, g, beta, s_g, s_beta, tiles, bars, part, scale)),
         ],
         [4, 1],
         [R_SOLVER, 24],

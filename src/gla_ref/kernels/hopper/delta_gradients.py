@@ -67,7 +67,7 @@ from ..portable.delta_gradient import Made
 from .delta_chunk import C, barrier, load_tokens, row_column, strides
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
-from .tiles import add, box, exclusive, keep_rows, store_own_rows, which_segment
+from .tiles import Chunk, add, box, exclusive, keep_rows, store_own_rows, which_chunk
 
 BLOCK = gl.constexpr(64)  # rows and columns of a tile
 ROWS = gl.constexpr(FACTORS)  # of `factors`
@@ -76,7 +76,7 @@ SUMS = gl.constexpr(4)
 
 
 class Tiles(NamedTuple):
-    """Tiles of 64 x 64 in shared memory, and rows of 64 numbers."""
+    """Tiles of 64 x 64 in shared memory, and rows of 64 numbers; or the first seven's boxes."""
 
     q: object  # 2: channels
     k: object
@@ -85,12 +85,13 @@ class Tiles(NamedTuple):
     dv: object
     S: object  # 2 * 2: channels, columns
     R: object
-    FG: object  # F, G
-    factors: object  # [2 * 3, C]: turn; e^b, e^(b_C - b), b
-    sums: object  # [2 * 2 * SUMS, C]: turn, group, which
-    pairs: object  # [2 * 2, 4, C]: turn, group; sums of columns over a warp's rows
+    FG: object = None  # F, G
+    factors: object = None  # [2 * 3, C]: turn; e^b, e^(b_C - b), b
+    sums: object = None  # [2 * 2 * SUMS, C]: turn, group, which
+    pairs: object = None  # [2 * 2, 4, C]: turn, group; sums of columns over a warp's rows
 
 
+QK = namedtuple("QK", "q k")
 Barriers = namedtuple(  # as in the docstring above
     "Barriers",
     "rows_ready states_ready keys_ready factors_ready both_ready "
@@ -110,12 +111,10 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def which_chunk(work, it):
-    """(key head, slot, batch row, the sequence's stop, first token) of the chunk that a program takes as its it-th."""
+def nth_chunk(work, it):
+    """(slot, key heads' chunk) that a program takes as its it-th."""
     item = gl.program_id(0) + it * work.programs
-    i_k, i_s = item % work.H, item // work.H
-    _, i_b, _, stop, o_t = which_segment(work.cu, i_s, work.N, work.T, C, 1)
-    return i_k, i_s, i_b, stop, o_t
+    return item // work.H, which_chunk(item, work.cu, work.N, work.T, work.H, C, 1)
 
 
 @gluon.jit
@@ -127,15 +126,16 @@ def clear_rows(tile, remaining):
 
 
 @gluon.jit
-def send(p, box_, tile, i_b, i_k, o_t, stop, o_k, T, H, K: gl.constexpr, PACKED: gl.constexpr):
+def send(p, box_, tile, chunk, o_k, K: gl.constexpr, PACKED: gl.constexpr):
     """A tile of dq or dk: by the copy engine, or at the end of a packed sequence by a warp, 16 rows at a time."""
-    if PACKED and stop - o_t < C:
+    if PACKED and chunk.stop - chunk.o_t < C:
         by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
         for r in gl.static_range(0, C, 16):
             x = tile.reshape([C, BLOCK]).slice(r, 16).load(by_rows)
-            store_own_rows(p, x, i_b, i_k, o_t + r, stop, o_k, T, H, K, by_rows)
+            rows = Chunk(chunk.i_b, chunk.i_h, chunk.o_t + r, chunk.stop, chunk.T, chunk.HV)
+            store_own_rows(p, x, rows, o_k, K, by_rows)
     else:
-        copy_out(box_, [i_b, i_k, o_t, o_k], tile)
+        copy_out(box_, [chunk.i_b, chunk.i_h, chunk.o_t, o_k], tile)
 
 
 @gluon.jit
@@ -149,32 +149,30 @@ def give_factors(tiles, bars, s, since, until, b):
 
 
 @gluon.jit
-def loader(
-    q, k, do, w, dv, S, R, d_dq, d_dk, dq, dk, factors, tiles, bars, work,
-    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-):
+def loader(boxes, to, results, factors, tiles, bars, work, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     """Bring the tiles of each turn, and send dq and dk of each key head, two turns after its last. One warp."""
     PACKED: gl.constexpr = work.cu is not None
     N_V: gl.constexpr = V // BLOCK
     line: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    of_tile: gl.constexpr = q.block_type.nbytes
-    T, H, o_c = work.T, work.H, gl.arange(0, C, layout=line)
+    of_tile: gl.constexpr = boxes.q.block_type.nbytes
+    o_c = gl.arange(0, C, layout=line)
     turns = gl.cdiv(work.items - gl.program_id(0), work.programs) * G
     for n in range(turns + 2):
         s, it = n % 2, gl.minimum(n, turns - 1) // G
-        i_k, i_s, i_b, stop, o_t = which_chunk(work, it)
+        i_s, chunk = nth_chunk(work, it)
+        i_b, i_k, o_t, stop = chunk.i_b, chunk.i_h, chunk.o_t, chunk.stop
         i_h = i_k * G + n % G
-        p_f = factors + (i_s * (H * G) + i_h).to(gl.int64) * ROWS * C + o_c
+        p_f = factors + (i_s * (work.H * G) + i_h).to(gl.int64) * ROWS * C + o_c
         since, until = gl.load(p_f + SINCE * C), gl.load(p_f + UNTIL * C)
         b = gl.load(p_f + COARSE * C) + gl.load(p_f + FINE * C)
         mbarrier.wait(bars.rows_done.index(s), ((n // 2) & 1) ^ 1)
         if (n > 1) & ((n - 1) % G == 0):  # turn n - 2 was the last one of a key head
             last = (n - 2) // G
             mbarrier.wait(bars.results_ready.index(last % 2), (last // 2) & 1)
-            j_k, _, j_b, j_stop, j_t = which_chunk(work, last)
+            _, done = nth_chunk(work, last)
             for m in gl.static_range(K // BLOCK):
-                send(dq, d_dq, tiles.do.index(2 * s + m), j_b, j_k, j_t, j_stop, m * BLOCK, T, H, K, PACKED)
-                send(dk, d_dk, tiles.dv.index(2 * s + m), j_b, j_k, j_t, j_stop, m * BLOCK, T, H, K, PACKED)
+                send(results.q, to.q, tiles.do.index(2 * s + m), done, m * BLOCK, K, PACKED)
+                send(results.k, to.k, tiles.dv.index(2 * s + m), done, m * BLOCK, K, PACKED)
             if PACKED:
                 fence_async_shared()  # before the copy engine writes where threads have read
             tma.store_wait(0)
@@ -182,9 +180,9 @@ def loader(
             bar = bars.rows_ready.index(s)
             mbarrier.expect(bar, 3 * N_V * of_tile)
             for m in gl.static_range(N_V):
-                copy_in(w, [i_b, i_h, o_t, m * BLOCK], bar, tiles.w.index(2 * s + m))
-                copy_in(dv, [i_b, i_h, o_t, m * BLOCK], bar, tiles.dv.index(2 * s + m))
-                copy_in(do, [i_b, i_h, o_t, m * BLOCK], bar, tiles.do.index(2 * s + m))
+                copy_in(boxes.w, [i_b, i_h, o_t, m * BLOCK], bar, tiles.w.index(2 * s + m))
+                copy_in(boxes.dv, [i_b, i_h, o_t, m * BLOCK], bar, tiles.dv.index(2 * s + m))
+                copy_in(boxes.do, [i_b, i_h, o_t, m * BLOCK], bar, tiles.do.index(2 * s + m))
             if not PACKED:
                 give_factors(tiles, bars, s, since, until, b)
             for D in gl.static_range(2):
@@ -192,14 +190,14 @@ def loader(
                 bar = bars.states_ready.index(D)
                 mbarrier.expect(bar, 2 * N_V * of_tile)
                 for m in gl.static_range(N_V):
-                    copy_in(R, [i_s, i_h, m * BLOCK, D * BLOCK], bar, tiles.R.index(2 * D + m))
-                    copy_in(S, [i_s, i_h, m * BLOCK, D * BLOCK], bar, tiles.S.index(2 * D + m))
+                    copy_in(boxes.R, [i_s, i_h, m * BLOCK, D * BLOCK], bar, tiles.R.index(2 * D + m))
+                    copy_in(boxes.S, [i_s, i_h, m * BLOCK, D * BLOCK], bar, tiles.S.index(2 * D + m))
             if n % G == 0:
                 mbarrier.wait(bars.keys_done.index(0), (it & 1) ^ 1)
                 mbarrier.expect(bars.keys_ready.index(0), 4 * of_tile)
                 for m in gl.static_range(2):
-                    copy_in(k, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready.index(0), tiles.k.index(m))
-                    copy_in(q, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready.index(0), tiles.q.index(m))
+                    copy_in(boxes.k, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready.index(0), tiles.k.index(m))
+                    copy_in(boxes.q, [i_b, i_k, o_t, m * BLOCK], bars.keys_ready.index(0), tiles.q.index(m))
             if PACKED:
                 if stop - o_t < C:  # the rest is another sequence's
                     mbarrier.wait(bars.rows_ready.index(s), (n // 2) & 1)
@@ -229,7 +227,8 @@ def finisher(tiles, bars, g, s_g, factors, dg, dbeta, work, scale, G: gl.constex
     lines: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, 1], [1, 0])
     HV, o_c = work.H * G, gl.arange(0, C, layout=line)
     for it in range(gl.cdiv(work.items - gl.program_id(0), work.programs)):
-        i_k, i_s, i_b, stop, o_t = which_chunk(work, it)
+        i_s, chunk = nth_chunk(work, it)
+        i_b, i_k, o_t, stop = chunk.i_b, chunk.i_h, chunk.o_t, chunk.stop
         for turn in range(G):
             n = it * G + turn
             s, i_h = n % 2, i_k * G + turn
@@ -425,13 +424,13 @@ def gradients(
     )
     fence_async_shared()
     tiles = Tiles(t_q, t_k, t_do, t_w, t_dv, t_S, t_R, t_FG, t_factors, t_sums, t_pairs)
-    work = Work(cu, N, T, H, n_items, n_programs)
+    boxes, work = Tiles(q, k, do, w, dv, S, R), Work(cu, N, T, H, n_items, n_programs)
     DG: gl.constexpr = dg is not None
     gl.warp_specialize(
         [
             (group, (tiles, bars, work, scale, unscale, zero, G, K, V, 0, DG)),
             (group, (tiles, bars, work, scale, unscale, zero, G, K, V, 1, DG)),
-            (loader, (q, k, do, w, dv, S, R, d_dq, d_dk, dq, dk, factors, tiles, bars, work, G, K, V)),
+            (loader, (boxes, QK(d_dq, d_dk), QK(dq, dk), factors, tiles, bars, work, G, K, V)),
             (finisher, (tiles, bars, g, (s_gb, s_gt, s_gh), factors, dg, dbeta, work, scale, G)),
         ],
         [4, 1, 1],

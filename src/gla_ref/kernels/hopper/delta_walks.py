@@ -50,27 +50,11 @@ from .delta_chunk import VARYING, barrier
 from .delta_solve import C, load_divisors
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, new_barriers
-from .tiles import box, keep_rows, operand, which_segment
+from .tiles import Part, box, keep_rows, operand, which_segment
 
 DIVISORS = gl.constexpr(FACTORS)  # float16's row of `factors`, after those of the portable kernels
 BV, STAGES = gl.constexpr(64), gl.constexpr(3)
 FROM_V, STRENGTH, TO_END, TO_DV = (gl.constexpr(i) for i in range(4))  # rows of Tiles.factors
-
-
-class Part(NamedTuple):
-    """The chunks and columns of a program."""
-
-    i_s: object  # slot of the segment
-    i_b: object  # batch row
-    i_h: object  # value head
-    i_k: object  # its key head
-    i_c: object  # slot of the first chunk
-    o_v: object  # first column
-    begin: object  # first token
-    end: object  # the token after the last one
-    n: object  # chunks
-    T: object  # tokens of a batch row
-    HV: object  # value heads
 
 
 class Tiles(NamedTuple):
@@ -113,10 +97,7 @@ def which_part(pid, cu, N, T, L, HV, G, columns):
     i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, 4)
     begin = gl.minimum(begin, stop)  # a spare slot has no chunks
     end = gl.minimum(begin + L, stop)
-    if cu is not None:
-        i_c = start // C + i_n
-    else:
-        i_c = i_n * gl.cdiv(T, C)
+    i_c = start // C + i_n if cu is not None else i_n * gl.cdiv(T, C)
     i_c, n = i_c + (begin - start) // C, gl.cdiv(end - begin, C)
     return Part(i_s, i_b, i_h, i_h // G, i_c, o_v, begin, end, n, T, HV)
 
@@ -158,20 +139,18 @@ def loader(boxes, factors, tiles, bars, part, scale, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def state_rows(
-    x, i_s, i_h, o_v, HV, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr = 64
-):
-    """Pointers to the columns o_v on of a head's state as rows [ROWS, K]; x [slots, HV, K, W]."""
+def state_rows(x, i_s, part, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr, ROWS: gl.constexpr = 64):
+    """Pointers to the columns of a part in slot i_s of states x [slots, HV, K, W], as rows [ROWS, K]."""
     o_c, o_k = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), gl.arange(0, K, layout=gl.SliceLayout(0, layout))
     # not a sum of integers first, of which one for each pointer would stay in registers
-    return x + (i_s * HV + i_h).to(gl.int64) * K * W + o_v + o_c[:, None] + o_k[None, :] * W
+    return x + (i_s * part.HV + part.i_h).to(gl.int64) * K * W + part.o_v + o_c[:, None] + o_k[None, :] * W
 
 
 @gluon.jit
 def load_state(x, part, K: gl.constexpr, W: gl.constexpr, layout: gl.constexpr, UNIT: gl.constexpr):
     """The first state, transposed; without x it is zeros, and from column UNIT on the unit matrix."""
     if x is not None:
-        S = gl.load(state_rows(x, part.i_s, part.i_h, part.o_v, part.HV, K, W, layout))
+        S = gl.load(state_rows(x, part.i_s, part, K, W, layout))
     else:
         S = gl.zeros([BV, K], gl.float32, layout)
     if UNIT is not None:
@@ -190,7 +169,7 @@ def send_state(results, tile, low, S, i_c, part, V: gl.constexpr, layout: gl.con
         barrier()
         copy_out(results.d_states, [i_c, part.i_h, part.o_v, 0], tile)
     else:
-        gl.store(state_rows(results.states, i_c, part.i_h, part.o_v, part.HV, K, V, layout), S)
+        gl.store(state_rows(results.states, i_c, part, K, V, layout), S)
 
 
 @gluon.jit
@@ -286,7 +265,7 @@ def walk(
             send_rows(results, tiles.rows, w, o_t, part, V, narrow, PACKED)
     tma.store_wait(0)
     if results.last is not None:
-        gl.store(state_rows(results.last, part.i_s, i_h, part.o_v, HV, K, W, wide), S)
+        gl.store(state_rows(results.last, part.i_s, part, K, W, wide), S)
 
 
 @gluon.jit
@@ -375,7 +354,7 @@ def walk_back(
             send_rows(results, tiles.rows, r, o_t, part, V, narrow, PACKED)
     tma.store_wait(0)
     if results.last is not None:
-        gl.store(state_rows(results.last, part.i_s, i_h, part.o_v, HV, K, V, wide), R)
+        gl.store(state_rows(results.last, part.i_s, part, K, V, wide), R)
 
 
 @gluon.jit
@@ -422,12 +401,8 @@ def walks(
     t_Y = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_Y.layout)
     t_P = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, C], d_P.layout)
     t_factors = gl.allocate_shared_memory(gl.float32, [4 * STAGES, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if d_writes is not None:
-        t_state = gl.allocate_shared_memory(k.dtype, [1, 1, BV, K], k.layout)
-        t_rows = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], v.layout)
-    else:
-        t_state: gl.constexpr = None
-        t_rows: gl.constexpr = None
+    t_state = gl.allocate_shared_memory(k.dtype, [1, 1, BV, K], k.layout) if d_writes is not None else None
+    t_rows = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], v.layout) if d_writes is not None else None
     bars = Barriers(new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1))
     fence_async_shared()
 

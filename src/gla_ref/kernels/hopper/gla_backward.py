@@ -69,7 +69,7 @@ from ..portable import gla_forward as portable
 from ..portable.gla_forward import Readers, both_halves, clamped, gates_to_all_borders, meetings, sums, to_border
 from ..portable.segments import carry_states, slots, which_segment
 from ..portable.tiles import FLOOR, STAY, VARYING, load_tile, operand, patterns, product, store_tile
-from .gla_forward import Roles, on_hopper
+from .gla_forward import Roles, Sizes, on_hopper
 from .gluon import (
     barrier,
     copy_in,
@@ -82,13 +82,14 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .ring import invalidate, new_barriers
-from .tiles import LOG2E, add, box, exclusive, gate_sums, keep_rows, scaled, store_box, store_rows
-from .tiles import which_segment as which_segment_of_warps
+from .tiles import LOG2E, add, box, exclusive, gate_sums, keep_rows, make_sums, part_of, scaled, store_part
 
 # the tensors that the copy engine brings, as boxes; or their tiles in shared memory, two of q, k and g
 Tiles = namedtuple("Tiles", "q k g v do S")
 # tiles by which transformer and multiplier tell each other about a chunk
 Sides = namedtuple("Sides", "factors flags net later kept")
+Copies = namedtuple("Copies", "P dP R")  # the multiplier's tiles in 16 bits
+Gradients = namedtuple("Gradients", "q k v g")  # of these, as boxes or as pointers
 
 
 class Barriers(NamedTuple):
@@ -109,8 +110,9 @@ class Barriers(NamedTuple):
 
 
 @gluon.jit
-def loader(boxes, tiles, bars, i_b, i_h, i_0, begin, n, C: gl.constexpr):
+def loader(boxes, tiles, bars, part, C: gl.constexpr):
     """Bring each tile as soon as there is room; what lies beyond the tensor comes as zeros."""
+    i_b, i_h, i_c, begin, n = part.i_b, part.i_h, part.i_c, part.begin, part.n
     for i in range(n + 1):
         if i > 0:  # of round i - 1
             o_t = begin + (n - i) * C
@@ -123,7 +125,7 @@ def loader(boxes, tiles, bars, i_b, i_h, i_0, begin, n, C: gl.constexpr):
             copy_in(boxes.do, [i_b, i_h, o_t, 0], bars.has_do, tiles.do)
             mbarrier.wait(bars.free_S, odd)
             mbarrier.expect(bars.has_S, boxes.S.block_type.nbytes)
-            copy_in(boxes.S, [i_0 + n - i, i_h, 0, 0], bars.has_S, tiles.S)
+            copy_in(boxes.S, [i_c + n - i, i_h, 0, 0], bars.has_S, tiles.S)
         if i < n:
             o_t, s = begin + (n - 1 - i) * C, i % 2
             mbarrier.wait(bars.free_x.index(s), ((i // 2) & 1) ^ 1)
@@ -136,23 +138,20 @@ def loader(boxes, tiles, bars, i_b, i_h, i_0, begin, n, C: gl.constexpr):
 
 @gluon.jit
 def transformer(
-    boxes, tiles, sides, bars, signs, halves, gradients, strong, i_b, i_h, i_0, begin, end, n, H, K, scale,
+    boxes, tiles, sides, bars, sums, gradients, strong, part, sizes,
     C: gl.constexpr, BK: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """`transform` of each round, a round ahead of `finish`."""
-    for i in range(n + 1):
-        if i < n:
-            transform(tiles, sides, bars, signs, halves, strong, i, i_h, i_0, begin, end, n, H, C, BK, LIMIT, PACKED, W)
+    for i in range(part.n + 1):
+        if i < part.n:
+            transform(tiles, sides, bars, sums, strong, i, part, sizes, C, BK, LIMIT, PACKED, W)
         if i > 0:
-            finish(
-                boxes, tiles, sides, bars, signs, gradients, i - 1, i_b, i_h, begin, end, n, H, K, scale,
-                C, BK, PACKED, W,
-            )
+            finish(boxes, tiles, sides, bars, sums, gradients, i - 1, part, sizes, C, BK, PACKED, W)
 
 
 @gluon.jit
 def transform(
-    tiles, sides, bars, signs, halves, strong, i, i_h, i_0, begin, end, n, H,
+    tiles, sides, bars, sums, strong, i, part, sizes,
     C: gl.constexpr, BK: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """q' and k' in place of q and k, the factors of the state and of a strong chunk's channels, and its flag."""
@@ -164,13 +163,14 @@ def transform(
     b_q = tiles.q.index(s).reshape([C, BK])
     b_k = tiles.k.index(s).reshape([C, BK])
     b_g = tiles.g.index(s).reshape([C, BK])
-    left = end - begin - (n - 1 - i) * C
+    c = part.n - 1 - i
+    left = part.end - part.begin - c * C
     if PACKED and left < C:  # the rest is another sequence's
         keep_rows(b_q, left, tile)
         keep_rows(b_k, left, tile)
         keep_rows(b_g, left, tile)
         fence_async_shared()
-    x, r = gate_sums(b_g, signs, halves, tile, W)
+    x, r = gate_sums(b_g, sums, tile, W)
     mild = gl.min(r, 0) >= LIMIT * 0.5
     if mild:
         x = x * LOG2E
@@ -183,7 +183,7 @@ def transform(
         gates = b_g.load(tile).to(gl.float32)
         b_g.store(gl.where(gates < FLOOR, FLOOR, gates).to(b_g.dtype))
         fence_async_shared()
-        x = warpgroup_mma(signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False) * LOG2E
+        x = warpgroup_mma(sums.signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False) * LOG2E
         half = gl.sum(gl.where(rows == C - 1, x, 0.0), 0)  # r by columns of x: its last row
         # a strong channel's q decays from the start, its k to the end, the state in between
         mild_channels = half >= LIMIT * 0.5 * LOG2E
@@ -195,19 +195,18 @@ def transform(
         scaled(b_q, gl.exp2(rest[None, :] + x), tile)
     is_strong = 1 - mild.to(gl.int32)
     sides.flags.index(s).store(gl.full([1], 1, gl.int32, one) * is_strong)
-    gl.store(strong + (i_0 + n - 1 - i).to(gl.int64) * H + i_h, is_strong.to(gl.int8))
+    gl.store(strong + (part.i_c + c).to(gl.int64) * sizes.H + part.i_h, is_strong.to(gl.int8))
     fence_async_shared()
     mbarrier.arrive(bars.hat.index(s), count=1)
 
 
 @gluon.jit
 def finish(
-    boxes, tiles, sides, bars, signs, gradients, i, i_b, i_h, begin, end, n, H, K, scale,
+    boxes, tiles, sides, bars, sums, gradients, i, part, sizes,
     C: gl.constexpr, BK: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """dq, dk of dq', dk', which lie in the place of q', k'; dg, into the place of g."""
-    d_dq, d_dk, d_dg = boxes
-    dq, dk, dg = gradients
+    dg, scale, i_b, i_h = gradients.g, sizes.scale, part.i_b, part.i_h
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BK * 4 // W, 16])
     columns: gl.constexpr = gl.BlockedLayout([C, 1], [1, 32], [1, W], [0, 1])  # a thread has a channel
     s = i % 2
@@ -227,50 +226,51 @@ def finish(
         b_d = total.to(dg.dtype.element_ty)
         fence_async_shared()  # `net` has been read before the copy engine writes there
     mbarrier.arrive(bars.free_S, count=1)
-    x = warpgroup_mma(signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False) * LOG2E
+    x = warpgroup_mma(sums.signs, b_g, gl.zeros([C, BK], gl.float32, tile), use_acc=False) * LOG2E
     barrier()
     rest = sides.factors.index(3 * s + 2).load(gl.SliceLayout(0, tile))[None, :]
     scaled(b_q, gl.exp2(rest + x) * scale, tile)
     scaled(b_k, gl.exp2(rest - x) * scale, tile)
     if dg is not None:
         b_g.store(b_d)
-    o_t = begin + (n - 1 - i) * C
-    if PACKED and end - o_t < C:  # after the last row there is the next sequence
-        tile_rows(dq, b_q, i_h, o_t, end, H, K, tile)
-        tile_rows(dk, b_k, i_h, o_t, end, H, K, tile)
+    o_t = part.begin + (part.n - 1 - i) * C
+    if PACKED and part.end - o_t < C:  # after the last row there is the next sequence
+        tile_rows(gradients.q, b_q, i_h, o_t, part.end, sizes, tile)
+        tile_rows(gradients.k, b_k, i_h, o_t, part.end, sizes, tile)
         if dg is not None:
-            tile_rows(dg, b_g, i_h, o_t, end, H, K, tile)
+            tile_rows(dg, b_g, i_h, o_t, part.end, sizes, tile)
     else:
         fence_async_shared()
         barrier()  # all threads' stores are fenced
-        copy_out(d_dq, [i_b, i_h, o_t, 0], tiles.q.index(s))
-        copy_out(d_dk, [i_b, i_h, o_t, 0], tiles.k.index(s))
+        copy_out(boxes.q, [i_b, i_h, o_t, 0], tiles.q.index(s))
+        copy_out(boxes.k, [i_b, i_h, o_t, 0], tiles.k.index(s))
         if dg is not None:
-            copy_out(d_dg, [i_b, i_h, o_t, 0], tiles.g.index(s))
+            copy_out(boxes.g, [i_b, i_h, o_t, 0], tiles.g.index(s))
         tma.store_wait(0)  # the copy engine has read them
     mbarrier.arrive(bars.free_x.index(s), count=1)
 
 
 @gluon.jit
-def tile_rows(x, tile, i_h, o_t, end, H, D, layout: gl.constexpr):
+def tile_rows(x, tile, i_h, o_t, end, sizes, layout: gl.constexpr):
     """The rows of a tile before `end`, by threads."""
     C: gl.constexpr = tile.shape[0]
     BD: gl.constexpr = tile.shape[1]
     rows = o_t + gl.arange(0, C, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, BD, layout=gl.SliceLayout(0, layout))
-    p = x + ((rows.to(gl.int64) * H + i_h) * D)[:, None] + columns[None, :]
-    gl.store(p, tile.load(layout), mask=(rows < end)[:, None] & (columns < D)[None, :])
+    p = x + ((rows.to(gl.int64) * sizes.H + i_h) * sizes.K)[:, None] + columns[None, :]
+    gl.store(p, tile.load(layout), mask=(rows < end)[:, None] & (columns < sizes.K)[None, :])
     fence_async_shared()  # the copy engine will write here
 
 
 @gluon.jit
 def multiplier(
-    d_dv, dv, tiles, sides, squares, t_R, bars, R_in, R_out, i_s, i_b, i_h, begin, end, n, H, K, V, scale,
-    C: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, NEED_DG: gl.constexpr, PACKED: gl.constexpr,
-    W: gl.constexpr,
+    boxes, gradients, tiles, sides, copies, bars, R_in, R_out, part, sizes,
+    C: gl.constexpr, BK: gl.constexpr, BV: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """(1) to (3) but for what the transformer does, and (5), from R_in to R_out."""
-    t_P, t_dP = squares
+    i_h, end, n, H, K, V, scale = part.i_h, part.end, part.n, sizes.H, sizes.K, sizes.V, sizes.scale
+    t_P, t_dP, t_R = copies
+    NEED_DG: gl.constexpr = gradients.g is not None
     # R: 16 rows a warp; all others: 64 rows are four warps', further warps share columns
     of_R: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, BV, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, W // 4], [16, BV * 4 // W, 16])
@@ -279,7 +279,7 @@ def multiplier(
     one: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(1, of_R))
     o_v = gl.arange(0, BV, layout=gl.SliceLayout(0, of_R))
-    p_R = ((i_s * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_v[None, :]
+    p_R = ((part.i_s * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_v[None, :]
     m_R = (o_k < K)[:, None] & (o_v < V)[None, :]
     if R_in is not None:
         R = gl.load(R_in + p_R, mask=m_R, other=0.0)
@@ -292,7 +292,7 @@ def multiplier(
     b_S = tiles.S.reshape([BK, BV])
     for i in range(n):
         s, odd = i % 2, i & 1
-        o_t = begin + (n - 1 - i) * C
+        o_t = part.begin + (n - 1 - i) * C
         b_q = tiles.q.index(s).reshape([C, BK])
         b_k = tiles.k.index(s).reshape([C, BK])
         # P and k' R'. Barriers are waited for while no product runs: ptxas would let all of them run one by one
@@ -335,10 +335,7 @@ def multiplier(
         low_dv = (b_dv * scale).to(b_k.dtype)
         b_write = warpgroup_mma(b_v, t_R.permute((1, 0)), gl.zeros([C, BK], gl.float32, of_k), use_acc=False)
         barrier()  # all warps' products have read v and R'
-        if PACKED:
-            store_rows(dv, low_dv, tiles.v, d_dv, i_h, o_t, end, 0, H, V, of_v)
-        else:
-            store_box(low_dv, tiles.v, d_dv, i_b, i_h, o_t, 0)
+        store_part(gradients.v, low_dv, tiles.v, boxes.v, o_t, part, V, of_v, PACKED)
         if NEED_DG:
             sides.later.store(b_k.load(of_k).to(gl.float32) * b_write)
             mbarrier.arrive(bars.has_later.index(0), count=1)
@@ -399,11 +396,7 @@ def unwind(
     # which tile
     pid = gl.program_id(0)
     i_h, i_s = pid % H, pid // H
-    i_n, i_b, start, stop, begin = which_segment_of_warps(cu, i_s, N, T, L, W)
-    end = gl.minimum(begin + L, stop)
-    n = gl.cdiv(gl.maximum(end - begin, 0), C)  # chunks of this segment; none in a spare slot
-    # the number of the first of them among the chunks of all sequences
-    i_0 = (start // C + i_n if PACKED else i_n * gl.cdiv(T, C)) + (begin - start) // C
+    part = part_of(cu, i_s, i_h, 0, N, T, L, H, C, W)
 
     # shared memory
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -427,49 +420,26 @@ def unwind(
     factors = gl.allocate_shared_memory(gl.float32, [6, BK], line)  # two stages of first, through, rest
     kept = gl.allocate_shared_memory(gl.float32, [BK], line)
     flags = gl.allocate_shared_memory(gl.int32, [2, 1], line)
-    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, by_rows))[:, None]
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, by_rows))[None, :]
-    signs.store(gl.where(i >= j, 0.5, -0.5).to(g.dtype))
-    halves.store(gl.full([C, 16], 0.5, g.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
+    sums = make_sums(signs, halves, None, W)
 
     # barriers
     has_x, hat, free_x, singles = new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, 1), new_barriers(7, 1)
-    if dg is not None:
-        has_later, free_R = new_barriers(1, 1), new_barriers(1, 1)
-    else:
-        has_later: gl.constexpr = None
-        free_R: gl.constexpr = None
+    has_later, free_R = (new_barriers(1, 1), new_barriers(1, 1)) if dg is not None else (None, None)
     bars = Barriers(
-        has_x=has_x,
-        has_v=singles.index(0),
-        has_do=singles.index(1),
-        has_S=singles.index(2),
-        hat=hat,
-        has_later=has_later,
-        has_net=singles.index(3),
-        free_x=free_x,
-        free_v=singles.index(4),
-        free_do=singles.index(5),
-        free_S=singles.index(6),
-        free_R=free_R,
+        has_x=has_x, has_v=singles.index(0), has_do=singles.index(1), has_S=singles.index(2), hat=hat,
+        has_later=has_later, has_net=singles.index(3), free_x=free_x, free_v=singles.index(4),
+        free_do=singles.index(5), free_S=singles.index(6), free_R=free_R,
     )
     fence_async_shared()
 
-    boxes = Tiles(q, k, g, v, do, S)
-    tiles = Tiles(all_q, all_k, all_g, t_v, t_do, turns_S.index(0))
-    sides = Sides(factors, flags, net, later, kept)
+    boxes, tiles = Tiles(q, k, g, v, do, S), Tiles(all_q, all_k, all_g, t_v, t_do, turns_S.index(0))
+    sides, copies = Sides(factors, flags, net, later, kept), Copies(t_P, t_dP, turns_R.index(0))
+    to, gradients, sizes = Gradients(d_dq, d_dk, d_dv, d_dg), Gradients(dq, dk, dv, dg), Sizes(H, K, V, scale)
     gl.warp_specialize(
         [
-            (multiplier, (
-                d_dv, dv, tiles, sides, (t_P, t_dP), turns_R.index(0), bars, R_in, R_out,
-                i_s, i_b, i_h, begin, end, n, H, K, V, scale, C, BK, BV, dg is not None, PACKED, W,
-            )),
-            (transformer, (
-                (d_dq, d_dk, d_dg), tiles, sides, bars, signs, halves, (dq, dk, dg), strong,
-                i_b, i_h, i_0, begin, end, n, H, K, scale, C, BK, LIMIT, PACKED, WT,
-            )),
-            (loader, (boxes, tiles, bars, i_b, i_h, i_0, begin, n, C)),
+            (multiplier, (to, gradients, tiles, sides, copies, bars, R_in, R_out, part, sizes, C, BK, BV, PACKED, W)),
+            (transformer, (to, tiles, sides, bars, sums, gradients, strong, part, sizes, C, BK, LIMIT, PACKED, WT)),
+            (loader, (boxes, tiles, bars, part, C)),
         ],
         [WT, 1],
         [REGISTERS, 24],

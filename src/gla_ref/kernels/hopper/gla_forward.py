@@ -35,6 +35,7 @@ Limits: 16-bit tokens, all rows of a multiple of 16 bytes, K <= 128, V <= 512.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ from ..portable.tiles import FLOOR
 from . import refusal_of_gradient
 from .gluon import copy_in, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, invalidate_stages, new_barriers
-from .tiles import LOG2E, box, gate_sums, keep_rows, operand, scaled, store_box, store_rows, which_segment
+from .tiles import LOG2E, box, gate_sums, keep_rows, make_sums, operand, part_of, scaled, store_box, store_part
 
 
 class Tiles(NamedTuple):
@@ -73,6 +74,14 @@ class Barriers(NamedTuple):
     taken: object  # transformer -> loader: the one tile of float32 gates has been read; None with gates of 16 bits
 
 
+Sizes = namedtuple("Sizes", "H K V scale")
+# what the transformer tells the multiplier of each stage: the state's factors first and through; is the chunk strong?
+Sides = namedtuple("Sides", "factors strong")
+Copies = namedtuple("Copies", "S P o")  # the multiplier's tiles in 16 bits
+# where a walk begins, and where its results go: o for rows of packed sequences, a box of states and its tile
+Results = namedtuple("Results", "S_in S_out decay o states t_states")
+
+
 @gluon.jit
 def chunk_of(i, n, REVERSE: gl.constexpr):
     """The chunk of a segment of n chunks that is visited as the i-th."""
@@ -80,14 +89,13 @@ def chunk_of(i, n, REVERSE: gl.constexpr):
 
 
 @gluon.jit
-def loader(
-    boxes, stages, bars, i_b, i_h, o_v, begin, n, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
-):
+def loader(boxes, stages, bars, part, C: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr):
     """Bring q, k, v, g of each chunk; what lies beyond the tensor comes as zeros."""
     q, k, v, g = boxes.q, boxes.k, boxes.v, boxes.g
+    i_b, i_h, o_v = part.i_b, part.i_h, part.o_v
     OF_Q: gl.constexpr = 0 if q is None else q.block_type.nbytes
-    for i in range(n):
-        s, o_t = i % STAGES, begin + chunk_of(i, n, REVERSE) * C
+    for i in range(part.n):
+        s, o_t = i % STAGES, part.begin + chunk_of(i, part.n, REVERSE) * C
         mbarrier.wait(bars.empty.index(s), ((i // STAGES) & 1) ^ 1)  # of round j - 1
         bar = bars.ready.index(s)
         mbarrier.expect(bar, OF_Q + k.block_type.nbytes + v.block_type.nbytes + g.block_type.nbytes)
@@ -104,12 +112,11 @@ def loader(
 
 @gluon.jit
 def transformer(
-    boxes, stages, bars, signs, halves, g_16, all_factors, strong_tiles, strong_out, i_d, H, begin, end, n,
-    C: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr,
-    W: gl.constexpr,
+    boxes, stages, bars, sums, sides, flags, i_d, sizes, part, C: gl.constexpr, STAGES: gl.constexpr,
+    LIMIT: gl.constexpr, PACKED: gl.constexpr, REVERSE: gl.constexpr, W: gl.constexpr,
 ):
-    """(1): q' and k' in place of q and k, the state's factors, and a flag for each strong chunk."""
-    q, k, v, g = boxes.q, boxes.k, boxes.v, boxes.g
+    """(1): q' and k' in place of q and k, the state's factors, a flag for each strong chunk from flags + i_d on."""
+    q, k, v, g, signs, halves = boxes.q, boxes.k, boxes.v, boxes.g, sums.signs, sums.halves
     BK: gl.constexpr = k.block_type.shape[3]
     BV: gl.constexpr = v.block_type.shape[3]
     FLOAT16: gl.constexpr = k.dtype == gl.float16
@@ -119,12 +126,12 @@ def transformer(
     of_r: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [W, 1], [16, 16, 16])
     one_number: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     rows = gl.arange(0, C, layout=gl.SliceLayout(1, of_x))[:, None]
-    for i in range(n):
+    for i in range(part.n):
         s = i % STAGES
         mbarrier.wait(bars.ready.index(s), (i // STAGES) & 1)
         b_k = stages.k.index(s).reshape([C, BK])
         b_g = stages.g.index(0 if WIDE else s).reshape([C, BK])
-        remaining = end - begin - chunk_of(i, n, REVERSE) * C  # rows
+        remaining = part.end - part.begin - chunk_of(i, part.n, REVERSE) * C  # rows
         if PACKED and remaining < C:  # the rest is another sequence's
             keep_rows(b_k, remaining, of_x)
             keep_rows(stages.v.index(s).reshape([C, BV]), remaining, of_v)
@@ -137,24 +144,24 @@ def transformer(
             gates = b_g.load(of_x)  # [C, BK]
             gates = gl.where(gates < FLOOR, FLOOR, gates)
             high = gates.to(gl.bfloat16)
-            g_16.store(high)
+            sums.g_16.store(high)
             fence_async_shared()
             mbarrier.arrive(bars.taken.index(0), count=1)
-            x = warpgroup_mma(signs, g_16, zeros, use_acc=False, is_async=True)
-            r = warpgroup_mma(g_16.permute((1, 0)), halves, zeros_r, use_acc=False, is_async=True)
+            x = warpgroup_mma(signs, sums.g_16, zeros, use_acc=False, is_async=True)
+            r = warpgroup_mma(sums.g_16.permute((1, 0)), halves, zeros_r, use_acc=False, is_async=True)
             x, r = warpgroup_mma_wait(0, deps=[x, r])
-            g_16.store((gates - high.to(gl.float32)).to(gl.bfloat16))
+            sums.g_16.store((gates - high.to(gl.float32)).to(gl.bfloat16))
             fence_async_shared()
-            x = warpgroup_mma(signs, g_16, x, is_async=True)
-            r = warpgroup_mma(g_16.permute((1, 0)), halves, r, is_async=True)
+            x = warpgroup_mma(signs, sums.g_16, x, is_async=True)
+            r = warpgroup_mma(sums.g_16.permute((1, 0)), halves, r, is_async=True)
             x, r = warpgroup_mma_wait(0, deps=[x, r])
             r = gl.max(r, 1)  # [BK]
         else:
-            x, r = gate_sums(b_g, signs, halves, of_x, W)
+            x, r = gate_sums(b_g, sums, of_x, W)
         mild = gl.min(r, 0) >= LIMIT * 0.5
         if mild:
             x = x * LOG2E
-            all_factors.index(2 * s).store(gl.exp2(r * LOG2E))
+            sides.factors.index(2 * s).store(gl.exp2(r * LOG2E))
             scaled(b_k, gl.exp2(x if REVERSE else -x), of_x)  # backwards k reads, and there is no q
             if q is not None:
                 scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x), of_x)
@@ -167,8 +174,8 @@ def transformer(
                 r = gl.max(warpgroup_mma(b_g.permute((1, 0)), halves, zeros_r, use_acc=False), 1)
             x = x * LOG2E
             # r through shared memory, to have it in the layout of x's columns; `first` overwrites it below
-            all_factors.index(2 * s).store(r * LOG2E)
-            half = all_factors.index(2 * s).load(gl.SliceLayout(0, of_x))  # [BK]
+            sides.factors.index(2 * s).store(r * LOG2E)
+            half = sides.factors.index(2 * s).load(gl.SliceLayout(0, of_x))  # [BK]
             shift = gl.zeros([BK], gl.float32, gl.SliceLayout(0, of_x))  # s of 2^s in `chunk_decays`
             if FLOAT16:
                 top = gl.sum(gl.where(rows == 0, x, 0.0), 0) + half  # b of the first token, which no other exceeds
@@ -176,25 +183,23 @@ def transformer(
             scaled(b_k, gl.exp2(half[None, :] + x if REVERSE else half[None, :] - x), of_x)
             if q is not None:
                 scaled(stages.q.index(s).reshape([C, BK]), gl.exp2(x + (half - shift)[None, :]), of_x)
-            all_factors.index(2 * s).store(gl.exp2(shift))
-            all_factors.index(2 * s + 1).store(gl.exp2(2.0 * half - shift))
-        strong_tiles.index(s).store(gl.full([1], 1, gl.int32, one_number) * (1 - mild.to(gl.int32)))
+            sides.factors.index(2 * s).store(gl.exp2(shift))
+            sides.factors.index(2 * s + 1).store(gl.exp2(2.0 * half - shift))
+        sides.strong.index(s).store(gl.full([1], 1, gl.int32, one_number) * (1 - mild.to(gl.int32)))
         if q is not None:  # if V has several tiles, their programs all write the same flag
-            gl.store(strong_out + i_d + i * H, (1 - mild.to(gl.int32)).to(gl.int8))
+            gl.store(flags + i_d + i * sizes.H, (1 - mild.to(gl.int32)).to(gl.int8))
         fence_async_shared()
         mbarrier.arrive(bars.hat.index(s), count=1)
 
 
 @gluon.jit
 def multiplier(
-    boxes, stages, bars, all_factors, strong_tiles, tiles, states, t_states, p_o, S_in, S_out, decay,
-    i_s, i_b, i_h, i_0, o_v, begin, end, n, T, H, K, V, scale,
+    boxes, stages, bars, sides, copies, results, sizes, part,
     C: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, W: gl.constexpr,
 ):
     """(2) and (3), from S_in to S_out."""
-    q, k, v = boxes.q, boxes.k, boxes.v
-    if q is not None:
-        S_16, P_16, o_16 = tiles
+    H, K, V, scale = sizes
+    q, k, v, i_h, o_v = boxes.q, boxes.k, boxes.v, part.i_h, part.o_v
     BK: gl.constexpr = k.block_type.shape[3]
     BV: gl.constexpr = v.block_type.shape[3]
     FLOAT16: gl.constexpr = k.dtype == gl.float16
@@ -205,25 +210,25 @@ def multiplier(
     one_number: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(1, of_S))
     o_c = o_v + gl.arange(0, BV, layout=gl.SliceLayout(0, of_S))
-    p_S = ((i_s * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_c[None, :]
+    p_S = ((part.i_s * H + i_h).to(gl.int64) * K + o_k)[:, None] * V + o_c[None, :]
     m_S = (o_k < K)[:, None] & (o_c < V)[None, :]
-    if S_in is not None:
-        S = gl.load(S_in + p_S, mask=m_S, other=0.0)
+    if results.S_in is not None:
+        S = gl.load(results.S_in + p_S, mask=m_S, other=0.0)
     else:
         S = gl.zeros([BK, BV], gl.float32, of_S)
     segment_decay = gl.full([BK], 1.0, gl.float32, gl.SliceLayout(1, of_S))
     i_P = gl.arange(0, C, layout=gl.SliceLayout(1, of_P))[:, None]
     j_P = gl.arange(0, C, layout=gl.SliceLayout(0, of_P))[None, :]
-    for i in range(n):
+    for i in range(part.n):
         s = i % STAGES
-        if states is not None:
-            store_box(S.to(states.dtype), t_states, states, i_0 + i, i_h, 0, o_v)
+        if results.states is not None:
+            store_box(S.to(results.states.dtype), results.t_states, results.states, part.i_c + i, i_h, 0, o_v)
         mbarrier.wait(bars.hat.index(s), (i // STAGES) & 1)
         b_k = stages.k.index(s).reshape([C, BK])
         b_v = stages.v.index(s).reshape([C, BV])
-        is_strong = gl.sum(strong_tiles.index(s).load(one_number), 0)  # 0 or 1
+        is_strong = gl.sum(sides.strong.index(s).load(one_number), 0)  # 0 or 1
         # mild: first = last = e^r. strong: first = last = 1, through = e^(b_C); in float16 first = 2^s
-        first = all_factors.index(2 * s).load(gl.SliceLayout(1, of_S))
+        first = sides.factors.index(2 * s).load(gl.SliceLayout(1, of_S))
         last = first
         if q is not None:
             b_q = stages.q.index(s).reshape([C, BK])
@@ -232,18 +237,18 @@ def multiplier(
             )
             S = S * first[:, None]  # [BK, BV]; in either branch, since here it runs beside the product
             low, of_low = operand(S, k.dtype)
-            S_16.store(low)
+            copies.S.store(low)
             fence_async_shared()
-            b_o = warpgroup_mma(b_q, S_16, gl.zeros([C, BV], gl.float32, of_o), use_acc=False, is_async=True)
+            b_o = warpgroup_mma(b_q, copies.S, gl.zeros([C, BV], gl.float32, of_o), use_acc=False, is_async=True)
             P = warpgroup_mma_wait(1, deps=[P])
             # by where: pairs that are left out may be infinite; all pairs of a strong chunk are left out
             P, of_pairs = operand(gl.where((i_P >= j_P) & (is_strong == 0), P, 0.0), k.dtype)  # [C, C]
-            P_16.store(P)
+            copies.P.store(P)
             fence_async_shared()
         else:
             S = S * first[:, None]
         if is_strong != 0:
-            through = all_factors.index(2 * s + 1).load(gl.SliceLayout(1, of_S))
+            through = sides.factors.index(2 * s + 1).load(gl.SliceLayout(1, of_S))
             S = S * through[:, None]
             segment_decay = segment_decay * through
             if FLOAT16:
@@ -253,7 +258,7 @@ def multiplier(
             b_o = warpgroup_mma_wait(1, deps=[b_o])
             if FLOAT16:
                 b_o = b_o * (of_low / of_pairs)
-            b_o = warpgroup_mma(P_16, b_v, b_o, is_async=True)
+            b_o = warpgroup_mma(copies.P, b_v, b_o, is_async=True)
             S = warpgroup_mma_wait(1, deps=[S])
         else:
             S = warpgroup_mma_wait(0, deps=[S])
@@ -267,16 +272,12 @@ def multiplier(
             if FLOAT16:
                 b_o = b_o * of_pairs
             low = b_o.to(k.dtype)
-            o_t = begin + i * C
-            if PACKED:
-                store_rows(p_o, low, o_16, boxes.o, i_h, o_t, end, o_v, H, V, of_o)
-            else:
-                store_box(low, o_16, boxes.o, i_b, i_h, o_t, o_v)
+            store_part(results.o, low, copies.o, boxes.o, part.begin + i * C, part, V, of_o, PACKED)
     tma.store_wait(0)
-    if S_out is not None:
-        gl.store(S_out + p_S, S, mask=m_S)
-    if decay is not None:
-        gl.store(decay + (i_s * H + i_h).to(gl.int64) * K + o_k, segment_decay, mask=o_k < K)
+    if results.S_out is not None:
+        gl.store(results.S_out + p_S, S, mask=m_S)
+    if results.decay is not None:
+        gl.store(results.decay + (part.i_s * H + i_h).to(gl.int64) * K + o_k, segment_decay, mask=o_k < K)
 
 
 @gluon.jit(do_not_specialize=("N", "T", "L", "H"))
@@ -294,16 +295,11 @@ def walk(
     multiplier does not know of it: its i counts chunks as they come, so o and states would be out of place. In
     bfloat16, without q and states.
     """
-    PACKED: gl.constexpr = cu is not None
     # which tile: neighbours share in L2 what they read
     n_v, pid = gl.cdiv(V, BV), gl.program_id(0)
     o_v, i_h, i_s = pid % n_v * BV, pid // n_v % H, pid // n_v // H
-    i_n, i_b, start, stop, begin = which_segment(cu, i_s, N, T, L, W)
-    end = gl.minimum(begin + L, stop)
-    n = gl.cdiv(gl.maximum(end - begin, 0), C)  # chunks of this segment; none in a spare slot
-    # the number of the first of them among the chunks of all sequences
-    i_0 = (start // C + i_n if PACKED else i_n * gl.cdiv(T, C)) + (begin - start) // C
-    i_d = i_0.to(gl.int64) * H + i_h
+    part = part_of(cu, i_s, i_h, o_v, N, T, L, H, C, W)
+    i_d = part.i_c.to(gl.int64) * H + i_h
 
     # shared memory: stages, tiles for products, factors, barriers
     all_k = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, C, BK], k.layout)
@@ -323,10 +319,10 @@ def walk(
         S_16 = gl.allocate_shared_memory(k.dtype, [BK, BV], square)
         P_16 = gl.allocate_shared_memory(k.dtype, [C, C], square)
         o_16 = gl.allocate_shared_memory(k.dtype, [1, 1, C, BV], o.layout)
-        tiles = (S_16, P_16, o_16)
+        copies = Copies(S_16, P_16, o_16)
     else:
         all_q: gl.constexpr = None
-        tiles: gl.constexpr = None
+        copies: gl.constexpr = None
     if states is not None:
         t_states = gl.allocate_shared_memory(states.dtype, [1, 1, BK, BV], states.layout)
     else:
@@ -335,30 +331,21 @@ def walk(
     factors = gl.allocate_shared_memory(gl.float32, [2 * STAGES, BK], unswizzled)  # first, through of each stage
     strong_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], unswizzled)  # is the stage's chunk strong?
     empty, ready, hat = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1)
-    if g.dtype == gl.float32:
-        taken = new_barriers(1, 1)
-    else:
-        taken: gl.constexpr = None
-    by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
-    i = gl.arange(0, C, layout=gl.SliceLayout(1, by_rows))[:, None]
-    j = gl.arange(0, C, layout=gl.SliceLayout(0, by_rows))[None, :]
-    signs.store(gl.where(i >= j, 0.5, -0.5).to(signs.dtype))
-    halves.store(gl.full([C, 16], 0.5, signs.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
+    taken = new_barriers(1, 1) if g.dtype == gl.float32 else None
+    sums = make_sums(signs, halves, g_16, W)
     fence_async_shared()
 
     boxes, stages = Tiles(q, k, v, g, o), Tiles(all_q, all_k, all_v, all_g)
-    bars = Barriers(empty, ready, hat, taken)
+    bars, sides, sizes = Barriers(empty, ready, hat, taken), Sides(factors, strong_tiles), Sizes(H, K, V, scale)
+    results = Results(S_in, S_out, decay, p_o, states, t_states)
+    PACKED: gl.constexpr = cu is not None
     gl.warp_specialize(
         [
-            (multiplier, (
-                boxes, stages, bars, factors, strong_tiles, tiles, states, t_states, p_o, S_in, S_out, decay,
-                i_s, i_b, i_h, i_0, o_v, begin, end, n, T, H, K, V, scale, C, STAGES, PACKED, W,
-            )),
+            (multiplier, (boxes, stages, bars, sides, copies, results, sizes, part, C, STAGES, PACKED, W)),
             (transformer, (
-                boxes, stages, bars, signs, halves, g_16, factors, strong_tiles, strong, i_d, H, begin, end, n,
-                C, STAGES, LIMIT, PACKED, REVERSE, WT,
+                boxes, stages, bars, sums, sides, strong, i_d, sizes, part, C, STAGES, LIMIT, PACKED, REVERSE, WT,
             )),
-            (loader, (boxes, stages, bars, i_b, i_h, o_v, begin, n, C, STAGES, REVERSE)),
+            (loader, (boxes, stages, bars, part, C, STAGES, REVERSE)),
         ],
         [WT, 1],
         [REGISTERS, 24],

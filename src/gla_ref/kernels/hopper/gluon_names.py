@@ -23,19 +23,9 @@ RENAMED = {
 NEEDED = {
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),
-    LANGUAGE: (
-        "BlockedLayout",
-        "DistributedLinearLayout",
-        "DotOperandLayout",
-        "NVMMADistributedLayout",
-        "NVMMASharedLayout",
-        "SliceLayout",
-        "SwizzledSharedLayout",
-        "allocate_shared_memory",
-        "associative_scan",
-        "convert_layout",
-        "join",
-        "warp_specialize",
+    LANGUAGE: tuple(
+        "BlockedLayout DistributedLinearLayout DotOperandLayout NVMMADistributedLayout NVMMASharedLayout SliceLayout "
+        "SwizzledSharedLayout allocate_shared_memory associative_scan convert_layout join warp_specialize".split()
     ),
     f"{LANGUAGE}.nvidia.hopper": ("fence_async_shared", "mma_v2", "warpgroup_mma", "warpgroup_mma_wait"),
     f"{LANGUAGE}.nvidia.hopper.mbarrier": ("MBarrierLayout", "arrive", "expect", "init", "invalidate", "wait"),

@@ -38,6 +38,7 @@ from ..launch.hardware import Hardware
 from ..launch.plan import Box, Plan, Spec, boxed, cdiv
 from ..portable.segments import slots
 from . import delta_ahead, delta_chunk
+from .delta_ahead import Barriers
 from .delta_chunk import VARYING, C, barrier
 from .delta_walks import BV, Results, load_state, send_rows, state_rows, which_part
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -60,13 +61,6 @@ class Tiles(NamedTuple):
     through: object
     state: object = None  # of the walks of kda_walks.py, which keep states
     rows: object = None  # of o, or of w
-
-
-class Barriers(NamedTuple):
-    """Who waits for whom, one of each for each stage."""
-
-    ready: object  # the walker: until the copies have come
-    done: object  # the loader: until the walker has read a stage
 
 
 @gluon.jit
@@ -151,7 +145,7 @@ def walker(
             copy_out(results.d_rows, [(part.i_c + i) * part.HV + part.i_h, 0, 0, part.o_v], tiles.rows)
     tma.store_wait(0)
     if results.last is not None:
-        gl.store(state_rows(results.last, part.i_s, part.i_h, part.o_v, part.HV, K, W, wide), S)
+        gl.store(state_rows(results.last, part.i_s, part, K, W, wide), S)
 
 
 @gluon.jit(do_not_specialize=VARYING)

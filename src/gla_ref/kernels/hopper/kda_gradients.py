@@ -60,7 +60,7 @@ from .kda_forward import prepared
 from .kda_prepare import FLAT, FLAT_2, LIMIT, SQUARE, WIDE
 from .kda_walks import walks
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, add, blocks_of_16, box, exclusive, keep_rows, store_own_rows, which_segment
+from .tiles import LOG2E, Chunk, add, blocks_of_16, box, exclusive, keep_rows, store_own_rows, which_chunk
 
 BK = gl.constexpr(32)  # channels at a time
 LEAST = gl.constexpr(2.0**-40)  # strengths below it in size count as it
@@ -84,22 +84,29 @@ NARROW = gl.constexpr(gl.NVMMASharedLayout(2 * BK.value, 16, 2))
 
 
 Tiles = namedtuple("Tiles", "do w e FG own q k gates xs S R lq lk rk table weights tails kept")  # shared memory
+Inputs = namedtuple("Inputs", "q k g do w e T S R")  # boxes
+Outputs = namedtuple("Outputs", "q k v")  # gradients of these, as boxes or as pointers
+# those of BK channels as steps read them: of tokens, tables whole or by rows, and blocks of tokens
+Channels = namedtuple(
+    "Channels", "g x q k lq lk rk tables table tail tails weights rows_F rows_G rows_lq rows_lk rows_rk"
+)
 
 
 @gluon.jit
-def allocate(q, k, g, do, d_w, d_e, d_dv, d_S, d_R, N_V: gl.constexpr):
-    """A program's shared memory: tiles of a chunk, then those of BK channels at a time."""
+def allocate(boxes, dv, N_V: gl.constexpr):
+    """A program's shared memory: tiles of a chunk, then those of BK channels at a time. dv is a box."""
+    q, k, g, do = boxes.q, boxes.k, boxes.g, boxes.do
     t_do = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], do.layout)
-    t_w = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_w.layout)
-    t_e = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], d_e.layout)  # then -dv / scale
-    t_FG = gl.allocate_shared_memory(do.dtype, [2, 1, 1, C, C], d_dv.layout)  # T and dv, then F and G
+    t_w = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], boxes.w.layout)
+    t_e = gl.allocate_shared_memory(do.dtype, [N_V, 1, 1, C, 64], boxes.e.layout)  # then -dv / scale
+    t_FG = gl.allocate_shared_memory(do.dtype, [2, 1, 1, C, C], dv.layout)  # T and dv, then F and G
     t_q = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
     t_k = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], k.layout)
     # gates, then sums in float32: gates of 16 bits fill half. Allocated as the copy engine's, which aligns it
     gates = gl.allocate_shared_memory(g.dtype, [(C * BK * 4) // g.block_type.nbytes, 1, 1, C, BK], g.layout)
     xs = reinterpret(gates, gl.float32, [1, C, BK], SPREAD)
-    t_S = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_S.layout)
-    t_R = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], d_R.layout)
+    t_S = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], boxes.S.layout)
+    t_R = gl.allocate_shared_memory(q.dtype, [N_V, 1, 1, BK, 64], boxes.R.layout)
     t_lq = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)  # left operands, then dq and dk
     t_lk = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)
     t_rk = gl.allocate_shared_memory(q.dtype, [1, 1, 1, C, BK], q.layout)  # right operands
@@ -110,6 +117,25 @@ def allocate(q, k, g, do, d_w, d_e, d_dv, d_S, d_R, N_V: gl.constexpr):
     kept = gl.allocate_shared_memory(gl.float32, [BK], FLAT)  # sum_v S R
     operands = t_lq, t_lk, t_rk
     return Tiles(t_do, t_w, t_e, t_FG, own, t_q, t_k, gates, xs, t_S, t_R, *operands, table, weights, tails, kept)
+
+
+@gluon.jit
+def channels(tiles, n):
+    """The tiles of the channels at work; n is 0."""
+    g, x, q, k = tiles.gates.index(n), tiles.xs.index(n), tiles.q.index(n), tiles.k.index(n)
+    lq, lk, rk = tiles.lq.index(n), tiles.lk.index(n), tiles.rk.index(n)
+    table, tails = tiles.table.index(n), tiles.tails.index(n)
+    return Channels(
+        g=g, x=x, q=q, k=k, lq=lq, lk=lk, rk=rk,
+        tables=reinterpret(table, gl.float32, [4, 4, BK], FLAT_2),
+        table=reinterpret(table, gl.float32, [16, BK], FLAT),
+        tail=reinterpret(tails, gl.float32, [4, BK], FLAT), tails=tails,
+        weights=reinterpret(tiles.weights.index(n), gl.float32, [4, 4, BK], FLAT_2),
+        rows_F=reinterpret(tiles.FG.index(n), q.dtype, [4, 16, C], SQUARE),
+        rows_G=reinterpret(tiles.FG.index(n + 1), q.dtype, [4, 16, C], SQUARE),
+        rows_lq=reinterpret(lq, q.dtype, [4, 16, BK], NARROW), rows_lk=reinterpret(lk, q.dtype, [4, 16, BK], NARROW),
+        rows_rk=reinterpret(rk, q.dtype, [4, 16, BK], NARROW),
+    )
 
 
 @gluon.jit
@@ -168,16 +194,27 @@ def load_tiles(box, at_0, at_1, at_2, o, bar, tiles):
 
 
 @gluon.jit
-def bring_keys(q, k, g, bar, t_q, t_k, t_g, i_b, i_h, G, o_t, m):
+def bring_keys(boxes, bar, t_q, t_k, t_g, chunk, G, m):
     """Ask for q, k and gates of the channels m BK on; a phase of `bar` ends when all are there."""
-    mbarrier.expect(bar, 2 * q.block_type.nbytes + g.block_type.nbytes)
-    copy_in(g, [i_b, i_h, o_t, m * BK], bar, t_g)
-    copy_in(k, [i_b, i_h // G, o_t, m * BK], bar, t_k)
-    copy_in(q, [i_b, i_h // G, o_t, m * BK], bar, t_q)
+    i_b, i_h, o_t = chunk.i_b, chunk.i_h, chunk.o_t
+    mbarrier.expect(bar, 2 * boxes.q.block_type.nbytes + boxes.g.block_type.nbytes)
+    copy_in(boxes.g, [i_b, i_h, o_t, m * BK], bar, t_g)
+    copy_in(boxes.k, [i_b, i_h // G, o_t, m * BK], bar, t_k)
+    copy_in(boxes.q, [i_b, i_h // G, o_t, m * BK], bar, t_q)
 
 
 @gluon.jit
-def make_dv(tiles, d_dv, dv, at_e, i_b, i_h, o_t, stop, T, HV, scale, V: gl.constexpr, PACKED: gl.constexpr):
+def bring_states(boxes, bar, tiles, pid, m):
+    """Ask for S and R of the channels m BK on."""
+    N_V: gl.constexpr = tiles.S.shape[0]
+    mbarrier.expect(bar, 2 * N_V * boxes.S.block_type.nbytes)
+    for n in gl.static_range(N_V):
+        copy_in(boxes.S, [pid, 0, m * BK, n * 64], bar, tiles.S.index(n))
+        copy_in(boxes.R, [pid, 0, m * BK, n * 64], bar, tiles.R.index(n))
+
+
+@gluon.jit
+def make_dv(tiles, box, dv, at_e, chunk, scale, V: gl.constexpr, PACKED: gl.constexpr):
     """(3): dv goes out, -dv / scale into the place of e. Returns the sums of dv w / -scale over rows, [C]."""
     none = gl.zeros([C, C], gl.float32, WIDE)
     b_T = tiles.FG.index(0).reshape([C, C]).permute((1, 0))
@@ -194,10 +231,10 @@ def make_dv(tiles, d_dv, dv, at_e, i_b, i_h, o_t, stop, T, HV, scale, V: gl.cons
         b_dv.reshape([C, 64]).store((x_v * -scale).to(b_e.dtype))
         fence_async_shared()
         barrier()  # all threads' stores are fenced
-        if PACKED and stop - o_t < C:
-            store_own_rows(dv, x_v * -scale, i_b, i_h, o_t, stop, n * 64, T, HV, V, WIDE)
+        if PACKED and chunk.stop - chunk.o_t < C:
+            store_own_rows(dv, x_v * -scale, chunk, n * 64, V, WIDE)
         else:
-            copy_out(d_dv, [i_b, i_h, o_t, n * 64], b_dv)
+            copy_out(box, [chunk.i_b, chunk.i_h, chunk.o_t, n * 64], b_dv)
     return sums
 
 
@@ -240,30 +277,31 @@ def over_states(tiles, bar, none, m, never):
 
 
 @gluon.jit
-def sum_gates(t_g, t_k, t_q, bar, rows, m, PACKED: gl.constexpr):
+def sum_gates(tiles, bar, rows, m, PACKED: gl.constexpr):
     """Running sums of each block's gates in base 2, [4, 16, BK]; zeros into the tiles from row `rows` on."""
     mbarrier.wait(bar, m & 1)
     if PACKED and rows < C:  # the rest is another sequence's
-        keep_rows(t_g.reshape([C, BK]), rows, COL)
-        keep_rows(t_k.reshape([C, BK]), rows, COL)
-        keep_rows(t_q.reshape([C, BK]), rows, COL)
-    x = t_g.reshape([C, BK]).load(COL).to(gl.float32)
+        keep_rows(tiles.g.reshape([C, BK]), rows, COL)
+        keep_rows(tiles.k.reshape([C, BK]), rows, COL)
+        keep_rows(tiles.q.reshape([C, BK]), rows, COL)
+    x = tiles.g.reshape([C, BK]).load(COL).to(gl.float32)
     x = gl.convert_layout(x.reshape([4, 16, BK]), THREE)
     x = gl.where(x < FLOOR, FLOOR, x) * LOG2E  # NaN is not below, and stays
     return gl.associative_scan(x, 1, add)
 
 
 @gluon.jit
-def make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x):
+def make_decays(tiles, x, mild, D, h, o_f):
     """Anchors, and what meets by them, of the sums of gates x [4, 16, BK]: D [4, BK] in all, h about the middle.
 
     `tables`, four of [4, BK]: e^h, e^(D of all earlier blocks), e^D, D - 2 h. `tails`: e^(D of all later blocks).
-    `weights`: row J, columns of all blocks. `t_x`: x - h.
+    `weights`: row J, columns of all blocks. `x`: x - h.
     """
+    table, tables, weights, tails = tiles.table, tiles.tables, tiles.weights, tiles.tails
     tables.index(0).store(gl.exp2(h))
     tables.index(2).store(gl.exp2(D))
     tables.index(3).store(D - 2.0 * h)
-    t_x.store(gl.convert_layout((x - h[:, None, :]).reshape([C, BK]), COL))
+    tiles.x.store(gl.convert_layout((x - h[:, None, :]).reshape([C, BK]), COL))
     H_0, H_1, H_2, H_3 = row(table, 0), row(table, 1), row(table, 2), row(table, 3)
     A_0, A_1, A_2, A_3 = row(table, 8), row(table, 9), row(table, 10), row(table, 11)
     A_12, own = A_1 * A_2, gl.where(mild, gl.exp2(-h), 0.0)
@@ -281,16 +319,45 @@ def make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x):
 
 
 @gluon.jit
-def add_pairs(b_q, b_k, left_F, left_G, rows_F, rows_G, rows_lq, rows_lk, rows_rk, weights, none):
+def make_operands(tiles):
+    """q e^(x - h), k e^(x - h) and k e^(D - x - h) as tiles. Returns both factors, and e^h of each block."""
+    z = blocks(tiles.x.load(THIN))
+    half = tiles.tables.index(0).load(OF_ACC)[:, None, :]
+    of_left, of_right = gl.exp2(z), gl.exp2(tiles.tables.index(3).load(OF_ACC)[:, None, :] - z)
+    x_k = load_blocks(tiles.k)
+    x_q = load_blocks(tiles.q)
+    tma.store_wait(0)  # dq and dk of the channels before have been read
+    store_blocks(tiles.lq, x_q * of_left)
+    store_blocks(tiles.lk, x_k * of_left)
+    store_blocks(tiles.rk, x_k * of_right)
+    fence_async_shared()
+    barrier()  # operands are there, and all warps have read S, R, q, k and x
+    return of_left, of_right, half
+
+
+@gluon.jit
+def from_ends(tiles, b_q, b_k, b_v, half):
+    """The products with S and R by blocks, decayed from the chunk's begin or to its end; the writes of (8) into x."""
+    begin = tiles.tables.index(1).load(OF_ACC)[:, None, :]
+    b_q, b_k = blocks(b_q) * begin, blocks(b_k) * begin
+    b_v = blocks(b_v) * tiles.tails.load(OF_ACC)[:, None, :]
+    writes = load_blocks(tiles.rk) * (half * b_v)
+    tiles.x.store(gl.convert_layout(writes.reshape([C, BK]), THIN))
+    return b_q, b_k, b_v
+
+
+@gluon.jit
+def add_pairs(tiles, b_q, b_k, left_F, left_G, none):
     """Block by block, what each reads of earlier ones and of itself, added to b_q and b_k, and what is read of it."""
     p = gl.zeros([4, 16, BK], gl.float32, ACC)
+    lq, lk, rk = tiles.rows_lq, tiles.rows_lk, tiles.rows_rk
     for n in gl.static_range(4):
-        y_q = warpgroup_mma(left_F[n], rows_rk.index(n), none, use_acc=False, is_async=True)
-        y_k = warpgroup_mma(left_G[n], rows_rk.index(n), none, use_acc=False, is_async=True)
-        b_F, b_G = rows_F.index(n).permute((1, 0)), rows_G.index(n).permute((1, 0))
-        y = warpgroup_mma(b_F, rows_lq.index(n), none, use_acc=False, is_async=True)
-        y = warpgroup_mma(b_G, rows_lk.index(n), y, is_async=True)
-        w = weights.index(n).load(OF_ACC)[:, None, :]
+        y_q = warpgroup_mma(left_F[n], rk.index(n), none, use_acc=False, is_async=True)
+        y_k = warpgroup_mma(left_G[n], rk.index(n), none, use_acc=False, is_async=True)
+        b_F, b_G = tiles.rows_F.index(n).permute((1, 0)), tiles.rows_G.index(n).permute((1, 0))
+        y = warpgroup_mma(b_F, lq.index(n), none, use_acc=False, is_async=True)
+        y = warpgroup_mma(b_G, lk.index(n), y, is_async=True)
+        w = tiles.weights.index(n).load(OF_ACC)[:, None, :]
         if n == 0:
             y_q, y_k, y = warpgroup_mma_wait(0, deps=[y_q, y_k, y])
         else:
@@ -301,16 +368,40 @@ def add_pairs(b_q, b_k, left_F, left_G, rows_F, rows_G, rows_lq, rows_lk, rows_r
 
 
 @gluon.jit
-def over_gates(y_e, y_n, o_f, kept, table, tables, t_tail, tails):
+def make_dq_dk(tiles, own, b_q, b_k, b_v, p, of_left, of_right, half, scale):
+    """(5), and (7) with (6): dq and dk in the places of left operands. Returns y_e and y_n of `over_gates`."""
+    z = load_blocks(tiles.lq) * b_q + load_blocks(tiles.lk) * b_k
+    z = (z - load_blocks(tiles.rk) * p) * half
+    own = reinterpret(own, gl.float32, [4, 16], FLAT_2).load(gl.SliceLayout(2, ACC))[:, :, None]
+    own = gl.convert_layout(own, ACC) * scale
+    x_k = load_blocks(tiles.k)
+    x_q = load_blocks(tiles.q)
+    of_left, of_right = of_left * (half * scale), of_right * (half * scale)
+    b_q = of_left * b_q + own * x_k
+    b_k = of_left * b_k + of_right * (p + b_v) + own * x_q
+    y_e = gl.convert_layout(tiles.x.load(COL).reshape([4, 16, BK]), THREE)
+    tiles.x.store(gl.convert_layout(z.reshape([C, BK]), THIN))
+    barrier()  # all warps' products have read lq, lk, rk
+    store_blocks(tiles.lq, b_q)
+    store_blocks(tiles.lk, b_k)
+    y_n = gl.convert_layout(tiles.x.load(COL).reshape([4, 16, BK]), THREE)
+    fence_async_shared()
+    barrier()  # all threads' stores are fenced, and all have read q, k and x
+    return y_e, y_n
+
+
+@gluon.jit
+def over_gates(tiles, y_e, y_n, o_f, kept):
     """(8) / scale, [4, 16, BK]: writes y_e before t, less columns of pairs y_n from t on, what is kept of a state."""
+    table, tail = tiles.table, tiles.tail
     all_e, all_n = gl.sum(y_e, 1), gl.sum(y_n, 1)  # [4, BK]
     y_e = y_e - y_n
     # in t's block: writes before t, less all but the reads from t on
     before, _ = gl.associative_scan((gl.zeros_like(y_e), y_e), 1, exclusive)
-    tables.index(3).store(all_e)
-    tails.store(all_n)
+    tiles.tables.index(3).store(all_e)
+    tiles.tails.store(all_n)
     e_0, e_1, e_2 = table.index(12).load(OF_D), table.index(13).load(OF_D), table.index(14).load(OF_D)
-    n_1, n_2, n_3 = t_tail.index(1).load(OF_D), t_tail.index(2).load(OF_D), t_tail.index(3).load(OF_D)
+    n_1, n_2, n_3 = tail.index(1).load(OF_D), tail.index(2).load(OF_D), tail.index(3).load(OF_D)
     e_1, n_2 = e_0 + e_1, n_2 + n_3
     e_2, n_1 = e_1 + e_2, n_1 + n_2
     earlier = gl.where(o_f == 2, e_1[None, :], gl.where(o_f == 3, e_2[None, :], 0.0))
@@ -321,15 +412,15 @@ def over_gates(y_e, y_n, o_f, kept, table, tables, t_tail, tails):
 
 
 @gluon.jit
-def send(d_dq, d_dk, dq, dk, t_dq, t_dk, i_b, i_h, o_t, stop, m, T, HV, K: gl.constexpr, PACKED: gl.constexpr):
-    """dq and dk of the channels m BK on, rows o_t ... up to `stop`: by the copy engine if all rows are the chunk's."""
-    if PACKED and stop - o_t < C:
-        own_q, own_k = t_dq.reshape([C, BK]).load(THIN), t_dk.reshape([C, BK]).load(THIN)
-        store_own_rows(dq, own_q, i_b, i_h, o_t, stop, m * BK, T, HV, K, THIN)
-        store_own_rows(dk, own_k, i_b, i_h, o_t, stop, m * BK, T, HV, K, THIN)
+def send(boxes, gradients, tiles, chunk, m, K: gl.constexpr, PACKED: gl.constexpr):
+    """dq and dk of the channels m BK on, by the copy engine if all rows are the chunk's."""
+    if PACKED and chunk.stop - chunk.o_t < C:
+        own_q, own_k = tiles.lq.reshape([C, BK]).load(THIN), tiles.lk.reshape([C, BK]).load(THIN)
+        store_own_rows(gradients.q, own_q, chunk, m * BK, K, THIN)
+        store_own_rows(gradients.k, own_k, chunk, m * BK, K, THIN)
     else:
-        copy_out(d_dq, [i_b, i_h, o_t, m * BK], t_dq)
-        copy_out(d_dk, [i_b, i_h, o_t, m * BK], t_dk)
+        copy_out(boxes.q, [chunk.i_b, chunk.i_h, chunk.o_t, m * BK], tiles.lq)
+        copy_out(boxes.k, [chunk.i_b, chunk.i_h, chunk.o_t, m * BK], tiles.lk)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -347,10 +438,12 @@ def gradients(
     N_K: gl.constexpr = K // BK
     N_V: gl.constexpr = V // 64
     pid = gl.program_id(0)
-    i_h, i_s = pid % HV, pid // HV
-    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
+    chunk = which_chunk(pid, cu, N, T, HV, C, 4)
+    i_b, i_h, o_t, stop = chunk.i_b, chunk.i_h, chunk.o_t, chunk.stop
 
-    tiles = allocate(q, k, g, do, d_w, d_e, d_dv, d_S, d_R, N_V)
+    inputs = Inputs(q, k, g, do, d_w, d_e, d_T, d_S, d_R)
+    boxes, results = Outputs(d_dq, d_dk, d_dv), Outputs(dq, dk, dv)
+    tiles = allocate(inputs, d_dv, N_V)
     ready = new_barriers(4, 1)  # T, e and w have come; do; q, k and gates; S and R
     fence_async_shared()
     barrier()
@@ -363,7 +456,7 @@ def gradients(
     load_tiles(d_w, pid, 0, 0, 0, of_e, tiles.w)
     mbarrier.expect(of_do, N_V * do.block_type.nbytes)
     load_tiles(do, i_b, i_h, o_t, 0, of_do, tiles.do)
-    bring_keys(q, k, g, of_keys, tiles.q.index(0), tiles.k.index(0), tiles.gates.index(0), i_b, i_h, G, o_t, 0)
+    bring_keys(inputs, of_keys, tiles.q.index(0), tiles.k.index(0), tiles.gates.index(0), chunk, G, 0)
     mbarrier.expect(of_states, 2 * N_V * d_S.block_type.nbytes)
     load_tiles(d_S, pid, 0, 0, 0, of_states, tiles.S)
     load_tiles(d_R, pid, 0, 0, 0, of_states, tiles.R)
@@ -374,7 +467,7 @@ def gradients(
     b_beta = gl.where(gl.abs(b_beta) < LEAST, LEAST, b_beta).to(q.dtype).to(gl.float32)
 
     # compute
-    sums = make_dv(tiles, d_dv, dv, of_e, i_b, i_h, o_t, stop, T, HV, scale, V, PACKED)
+    sums = make_dv(tiles, d_dv, dv, of_e, chunk, scale, V, PACKED)
     b_dbeta = (sums / b_beta) * (-scale / b_beta)
     p_b = dbeta + (i_b.to(gl.int64) * T + o_r) * HV + i_h
     gl.store(p_b, b_dbeta.to(dbeta.dtype.element_ty), mask=o_r < stop)
@@ -387,83 +480,30 @@ def gradients(
     least = gl.zeros([4, BK], gl.float32, OF_THREE)
     for m in range(N_K):
         never = m & zero
-        t_g, t_x = tiles.gates.index(never), tiles.xs.index(never)
-        t_q, t_k = tiles.q.index(never), tiles.k.index(never)
-        t_lq, t_lk, t_rk = tiles.lq.index(never), tiles.lk.index(never), tiles.rk.index(never)
-        b_table, tails = tiles.table.index(never), tiles.tails.index(never)
-        tables = reinterpret(b_table, gl.float32, [4, 4, BK], FLAT_2)
-        table, t_tail = reinterpret(b_table, gl.float32, [16, BK], FLAT), reinterpret(tails, gl.float32, [4, BK], FLAT)
-        weights = reinterpret(tiles.weights.index(never), gl.float32, [4, 4, BK], FLAT_2)
-        rows_F = reinterpret(tiles.FG.index(never), q.dtype, [4, 16, C], SQUARE)
-        rows_G = reinterpret(tiles.FG.index(never + 1), q.dtype, [4, 16, C], SQUARE)
-        rows_lq = reinterpret(t_lq, q.dtype, [4, 16, BK], NARROW)
-        rows_lk = reinterpret(t_lk, q.dtype, [4, 16, BK], NARROW)
-        rows_rk = reinterpret(t_rk, q.dtype, [4, 16, BK], NARROW)
-        # compute: reads of S and writes to R, while the decays are made
-        b_q, b_k, b_v = over_states(tiles, of_states, none_k, m, never)
-        x = sum_gates(t_g, t_k, t_q, of_keys, stop - o_t, m, PACKED)
+        these = channels(tiles, never)
+        b_q, b_k, b_v = over_states(tiles, of_states, none_k, m, never)  # (5) to (7), of S and R
+        x = sum_gates(these, of_keys, stop - o_t, m, PACKED)
         D = gl.min(x, 1)  # [4, BK]: the last row
         least = gl.where(D < least, D, least)
         mild = D >= LIMIT * LOG2E
         h = gl.where(mild, D * 0.5, 0.0)
         gl.store(is_mild + (pid.to(gl.int64) * 4 + o_f) * K + (m * BK + o_d)[None, :], mild.to(gl.int8))
-        make_decays(x, mild, D, h, o_f, table, tables, weights, tails, t_x)
-
-        # operands
-        z = blocks(t_x.load(THIN))
-        half = tables.index(0).load(OF_ACC)[:, None, :]
-        s, t = gl.exp2(z), gl.exp2(tables.index(3).load(OF_ACC)[:, None, :] - z)
-        x_k = load_blocks(t_k)
-        x_q = load_blocks(t_q)
-        tma.store_wait(0)  # dq and dk of the channels before have been read
-        store_blocks(t_lq, x_q * s)
-        store_blocks(t_lk, x_k * s)
-        store_blocks(t_rk, x_k * t)
-        fence_async_shared()
-        barrier()  # operands are there, and all warps have read S, R, q, k and t_x
+        make_decays(these, x, mild, D, h, o_f)
+        of_left, of_right, half = make_operands(these)
         if m + 1 < N_K:
-            mbarrier.expect(of_states, 2 * N_V * d_S.block_type.nbytes)
-            for n in gl.static_range(N_V):
-                copy_in(d_S, [pid, 0, (m + 1) * BK, n * 64], of_states, tiles.S.index(n))
-                copy_in(d_R, [pid, 0, (m + 1) * BK, n * 64], of_states, tiles.R.index(n))
-
-        # ends, the writes to R
-        begin = tables.index(1).load(OF_ACC)[:, None, :]
-        b_q, b_k = blocks(b_q) * begin, blocks(b_k) * begin
-        b_v = blocks(b_v) * tails.load(OF_ACC)[:, None, :]
-        t_x.store(gl.convert_layout((load_blocks(t_rk) * (half * b_v)).reshape([C, BK]), THIN))
-
-        b_q, b_k, p = add_pairs(b_q, b_k, left_F, left_G, rows_F, rows_G, rows_lq, rows_lk, rows_rk, weights, none_k)
-
-        # dq, dk, and rows less columns of pairs
-        z = load_blocks(t_lq) * b_q + load_blocks(t_lk) * b_k
-        z = (z - load_blocks(t_rk) * p) * half
-        own = reinterpret(tiles.own, gl.float32, [4, 16], FLAT_2).load(gl.SliceLayout(2, ACC))[:, :, None]
-        own = gl.convert_layout(own, ACC) * scale
-        x_k = load_blocks(t_k)
-        x_q = load_blocks(t_q)
-        s, t = s * (half * scale), t * (half * scale)
-        b_q = s * b_q + own * x_k
-        b_k = s * b_k + t * (p + b_v) + own * x_q
-        y_e = gl.convert_layout(t_x.load(COL).reshape([4, 16, BK]), THREE)
-        t_x.store(gl.convert_layout(z.reshape([C, BK]), THIN))
-        barrier()  # all warps' products have read lq, lk, rk
-        store_blocks(t_lq, b_q)
-        store_blocks(t_lk, b_k)
-        y_n = gl.convert_layout(t_x.load(COL).reshape([4, 16, BK]), THREE)
-        fence_async_shared()
-        barrier()  # all threads' stores are fenced, and all have read q, k and t_x
-        send(d_dq, d_dk, dq, dk, t_lq, t_lk, i_b, i_h, o_t, stop, m, T, HV, K, PACKED)
-        kept_d = table.index(8).load(OF_D) * table.index(9).load(OF_D) * table.index(10).load(OF_D)
-        kept_d = kept_d * table.index(11).load(OF_D) * tiles.kept.load(OF_D)
+            bring_states(inputs, of_states, tiles, pid, m + 1)
+        b_q, b_k, b_v = from_ends(these, b_q, b_k, b_v, half)
+        b_q, b_k, p = add_pairs(these, b_q, b_k, left_F, left_G, none_k)  # (5) to (7), of pairs
+        y_e, y_n = make_dq_dk(these, tiles.own, b_q, b_k, b_v, p, of_left, of_right, half, scale)
+        send(boxes, results, these, chunk, m, K, PACKED)
+        kept = these.table.index(8).load(OF_D) * these.table.index(9).load(OF_D) * these.table.index(10).load(OF_D)
+        kept = kept * these.table.index(11).load(OF_D) * tiles.kept.load(OF_D)
         if m + 1 < N_K:
-            bring_keys(q, k, g, of_keys, t_q, t_k, t_g, i_b, i_h, G, o_t, m + 1)
-
-        # (8): reads from t on, writes before t, the state
+            bring_keys(inputs, of_keys, these.q, these.k, these.g, chunk, G, m + 1)
         if dg is not None:
-            b_dg = over_gates(y_e, y_n, o_f, kept_d, table, tables, t_tail, tails) * scale
+            b_dg = over_gates(these, y_e, y_n, o_f, kept) * scale
             b_dg = gl.convert_layout(b_dg.reshape([C, BK]), COL)
-            store_own_rows(dg, b_dg, i_b, i_h, o_t, stop + never, m * BK, T, HV + never, K, COL)
+            store_own_rows(dg, b_dg, Chunk(i_b, i_h, o_t, stop + never, T, HV + never), m * BK, K, COL)
     tma.store_wait(0)  # before sums over warps may take the memory of a tile that is on its way
     mild_all = gl.min(gl.min(least, 1), 0) >= LIMIT * LOG2E
     gl.store(strong + pid, 1 - mild_all.to(gl.int32))

@@ -34,6 +34,8 @@ here, gates too. Bytes per chunk and value head at K = V = 128, bf16, gates floa
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
@@ -44,7 +46,7 @@ from .delta_chunk import VARYING, C, barrier, load_tokens, row_column
 from .delta_inverse import allocate_scratch, eliminate, inverse, reinterpret, spread
 from .gluon import copy_in, copy_out, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate_stages, new_barriers
-from .tiles import LOG2E, add, blocks_of_16, keep_rows, which_segment
+from .tiles import LOG2E, add, blocks_of_16, keep_rows, which_chunk
 
 HALF = gl.constexpr(64)  # channels at a time
 LIMIT = gl.constexpr(-80.0)  # nats of a block of 16 tokens, as in portable/gla_forward.py for bf16
@@ -73,6 +75,9 @@ SQUARE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FLAT_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
+Boxes = namedtuple("Boxes", "q k v g")
+Made = namedtuple("Made", "q k W U P T")  # boxes of q^, k~, ...
+
 
 @gluon.jit
 def load_blocks(tile):
@@ -93,19 +98,19 @@ def whole(x):
 
 
 @gluon.jit
-def sum_gates(n: gl.constexpr, t_q, t_k, t_g, ready, g, i_b, i_h, o_t, stop, N_K: gl.constexpr, PACKED: gl.constexpr):
+def sum_gates(n: gl.constexpr, t_q, t_k, t_g, ready, g, chunk, N_K: gl.constexpr, PACKED: gl.constexpr):
     """Wait for half n; its gates' running sums in each block, in base 2 [4, 16, 64]. Ask for the next half's gates."""
     mbarrier.wait(ready.index(n), 0)
     b_K, b_Q = t_k.index(n).reshape([C, HALF]), t_q.index(n).reshape([C, HALF])
-    if PACKED and stop - o_t < C:  # the rest is another sequence's
-        keep_rows(b_K, stop - o_t, COL)
-        keep_rows(b_Q, stop - o_t, COL)
-        keep_rows(t_g.index(0).reshape([C, HALF]), stop - o_t, COL)
+    if PACKED and chunk.stop - chunk.o_t < C:  # the rest is another sequence's
+        keep_rows(b_K, chunk.stop - chunk.o_t, COL)
+        keep_rows(b_Q, chunk.stop - chunk.o_t, COL)
+        keep_rows(t_g.index(0).reshape([C, HALF]), chunk.stop - chunk.o_t, COL)
     b_g = t_g.index(0).reshape([C, HALF]).load(COL).to(gl.float32)
     if n + 1 < N_K:  # the gates have one tile
         fence_async_shared()
         barrier()
-        copy_in(g, [i_b, i_h, o_t, (n + 1) * HALF], ready.index(n + 1), t_g.index(0))
+        copy_in(g, [chunk.i_b, chunk.i_h, chunk.o_t, (n + 1) * HALF], ready.index(n + 1), t_g.index(0))
     b_g = gl.where(b_g < FLOOR, FLOOR, b_g) * LOG2E  # NaN is not below, and stays
     b_g = gl.convert_layout(b_g.reshape([4, 16, HALF]), THREE)
     return gl.associative_scan(b_g, 1, add)
@@ -289,15 +294,14 @@ def apply_T(t_T, t_k, t_v, N_K: gl.constexpr, N_V: gl.constexpr):
 
 @gluon.jit
 def prepare_chunk(
-    pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
-    K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr, STRONG: gl.constexpr,
+    pid, chunk, boxes, beta, s_beta, to, through, strong, G,
+    K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr, STRONG: gl.constexpr, PACKED: gl.constexpr,
 ):
     """(1) of chunk pid, P and its flag; of a STRONG one all but q^ and e^(b_C), pairs inside blocks by levels."""
-    PACKED: gl.constexpr = cu is not None
+    q, k, v, g = boxes
+    i_b, i_h, o_t, stop = chunk.i_b, chunk.i_h, chunk.o_t, chunk.stop
     N_K: gl.constexpr = K // HALF
     N_V: gl.constexpr = V // HALF
-    i_h, i_s = pid % HV, pid // HV
-    i_n, i_b, start, stop, o_t = which_segment(cu, i_s, N, T, C, 4)
 
     # shared memory
     t_q = gl.allocate_shared_memory(q.dtype, [N_K, 1, 1, C, HALF], q.layout)
@@ -320,7 +324,7 @@ def prepare_chunk(
             copy_in(g, [i_b, i_h, o_t, 0], bar, t_g.index(0))
         copy_in(k, [i_b, i_h // G, o_t, n * HALF], bar, t_k.index(n))
         copy_in(q, [i_b, i_h // G, o_t, n * HALF], bar, t_q.index(n))
-    b_beta = load_tokens(beta, (s_bb, s_bt, s_bh), i_b, i_h, o_t + gl.arange(0, C, layout=LINE), stop)
+    b_beta = load_tokens(beta, s_beta, i_b, i_h, o_t + gl.arange(0, C, layout=LINE), stop)
     t_beta.store(gl.where(gl.abs(b_beta) < LEAST, LEAST, b_beta))
 
     # compute: the sums of pairs over channels, in four blocks of columns; k~ and q^ leave, k^ stays in k's place
@@ -334,7 +338,7 @@ def prepare_chunk(
     least = gl.zeros([4, HALF], gl.float32, OF_THREE)
     for n in gl.static_range(N_K):
         b_K, b_Q = t_k.index(n).reshape([C, HALF]), t_q.index(n).reshape([C, HALF])
-        x = sum_gates(n, t_q, t_k, t_g, ready, g, i_b, i_h, o_t, stop, N_K, PACKED)
+        x = sum_gates(n, t_q, t_k, t_g, ready, g, chunk, N_K, PACKED)
         D = gl.sum(gl.where(r == 15, x, -0.0), 1)  # [4, 64]: the sum of each block's gates, its last row
         least = gl.where(D < least, D, least)
         sums = four_rows(D, t_D)
@@ -361,9 +365,9 @@ def prepare_chunk(
             put(b_Q, q_s * f, LEFT)
         fence_async_shared()
         barrier()
-        copy_out(k_til, [pid, 0, 0, n * HALF], t_two.index(1))
+        copy_out(to.k, [pid, 0, 0, n * HALF], t_two.index(1))
         if not STRONG:
-            copy_out(q_hat, [pid, 0, 0, n * HALF], t_q.index(n))
+            copy_out(to.q, [pid, 0, 0, n * HALF], t_q.index(n))
 
     # load: v comes while the inverse is made, to q's place
     if N_V <= N_K:
@@ -381,8 +385,8 @@ def prepare_chunk(
         gl.store(strong + pid, 1 - mild.to(gl.int32))
 
     # compute: P, T, W and U
-    t_P = store_P(P, own, o_i, o_j, t_D, d_P)
-    t_T = store_T(A, t_beta, d_P)
+    t_P = store_P(P, own, o_i, o_j, t_D, to.P)
+    t_T = store_T(A, t_beta, to.P)
     mbarrier.wait(bar, 0)
     if PACKED and stop - o_t < C:  # T has zeros in these columns, which NaN would not heed
         for n in gl.static_range(N_V):
@@ -395,13 +399,13 @@ def prepare_chunk(
     # copies and the wait for them
     fence_async_shared()
     barrier()
-    copy_out(d_P, [pid, 0, 0, 0], t_P)
-    if d_T is not None:
-        copy_out(d_T, [pid, 0, 0, 0], t_T)
+    copy_out(to.P, [pid, 0, 0, 0], t_P)
+    if to.T is not None:
+        copy_out(to.T, [pid, 0, 0, 0], t_T)
     for n in gl.static_range(N_K):
-        copy_out(d_W, [pid, 0, 0, n * HALF], t_k.index(n))
+        copy_out(to.W, [pid, 0, 0, n * HALF], t_k.index(n))
     for n in gl.static_range(N_V):
-        copy_out(d_U, [pid, 0, 0, n * HALF], t_v.index(n))
+        copy_out(to.U, [pid, 0, 0, n * HALF], t_v.index(n))
     tma.store_wait(0)
     invalidate_stages(ready)
 
@@ -413,10 +417,9 @@ def prepare(
 ):
     """(1) and P of a chunk of a value head, and its flag. All but beta, through and strong are boxes of 64 columns."""
     pid = gl.program_id(0)
-    prepare_chunk(
-        pid, q, k, v, g, beta, s_bb, s_bt, s_bh, q_hat, k_til, d_W, d_U, d_P, d_T, through, strong, cu, N, T, HV, G,
-        K, V, LEAST, False,
-    )
+    boxes, to, s_beta = Boxes(q, k, v, g), Made(q_hat, k_til, d_W, d_U, d_P, d_T), (s_bb, s_bt, s_bh)
+    chunk = which_chunk(pid, cu, N, T, HV, C, 4)
+    prepare_chunk(pid, chunk, boxes, beta, s_beta, to, through, strong, G, K, V, LEAST, False, cu is not None)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -425,6 +428,7 @@ def mend(
     K: gl.constexpr, V: gl.constexpr, LEAST: gl.constexpr,
 ):
     """k~, P, W and U of the strong chunks among at most 64: far apart, since neighbours are often strong together."""
+    boxes, to, s_beta = Boxes(q, k, v, g), Made(None, k_til, d_W, d_U, d_P, d_T), (s_bb, s_bt, s_bh)
     of_flags: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     begin = gl.program_id(0)
     o_n = begin + n_programs * gl.arange(0, 64, layout=of_flags)
@@ -432,10 +436,8 @@ def mend(
         for i in range(gl.cdiv(n_flags - begin, n_programs)):
             pid = begin + i * n_programs
             if gl.load(strong + pid) != 0:
-                prepare_chunk(
-                    pid, q, k, v, g, beta, s_bb, s_bt, s_bh, None, k_til, d_W, d_U, d_P, d_T, None, strong, cu,
-                    N, T, HV, G, K, V, LEAST, True,
-                )
+                chunk = which_chunk(pid, cu, N, T, HV, C, 4)
+                prepare_chunk(pid, chunk, boxes, beta, s_beta, to, None, strong, G, K, V, LEAST, True, cu is not None)
 
 
 # The plan.

@@ -87,7 +87,7 @@ def back_walker(results, tiles, bars, part, K: gl.constexpr, V: gl.constexpr, PA
         copy_out(results.d_rows, [i_t, 0, 0, part.o_v], tiles.rows)
     tma.store_wait(0)
     if results.last is not None:
-        gl.store(state_rows(results.last, part.i_s, part.i_h, part.o_v, part.HV, K, V, wide), R)
+        gl.store(state_rows(results.last, part.i_s, part, K, V, wide), R)
 
 
 @gluon.jit
