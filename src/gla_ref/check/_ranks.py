@@ -141,7 +141,7 @@ class OverRanks:
             raise RuntimeError("an earlier call still hangs on some rank")
         self.busy = True
         dist.broadcast_object_list([(what, given)], self.first, self.control)
-        answers: list[dict | Failure] = [{}] * self.size
+        answers: list[dict | tuple] = [{}] * self.size
         dist.gather_object(self.answer(what, given), answers, self.first, self.control)
         self.busy = False
         failed = {r: x for r, x in enumerate(answers) if isinstance(x, Failure)}
@@ -167,8 +167,8 @@ class OverRanks:
                 return
             dist.gather_object(self.answer(what, given), None, self.first, self.control)
 
-    def answer(self, what: str, given: dict) -> dict | Failure:
-        """This rank's results of a call or of its backward pass, on the CPU; or its error."""
+    def answer(self, what: str, given: dict) -> dict | tuple:
+        """This rank's results of a call or of its backward pass, on the CPU; or a `Failure`."""
         try:
             results = {"call": self.call, "backward": self.backward}[what](**given)
         except (Exception, SystemExit) as error:  # a rank that ended would be waited for
