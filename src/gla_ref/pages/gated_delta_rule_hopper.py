@@ -33,10 +33,10 @@ from product to product, only o^T to shared memory. S^T takes 64 of a thread's 1
 the block L between them, X + X L X, a warp per block of 16. Columns of these follow from the last to the first, Y_j =
 X_j + (sum_(m > j) Y_m N_mj) X_j: a warp has 16 rows of all of them, and needs no other warp's. Products are in float16.
 That is enough if no N_ij, with beta_i k_i . k_i for N_ii, is above 1 (1.0625, as keys are rounded). The solver votes,
-and a second launch, EXACT, makes stronger heads again by three products for one. A branch would cost all chunks time.
+and a second launch, EXACT, redoes stronger heads with three products for each. A branch would cost all chunks time.
 
 The copy engine and WGMMA see threads' writes to shared memory only after these threads' fence. One thread arrives for
-its role; the compiler lets the role's warps meet before. A barrier's bytes are the hardware's until `invalidate`.
+its role; the compiler makes the role's warps meet first. A barrier's bytes are the hardware's until `invalidate`.
 
 A chunk moves 2 C (2 K + 2 V) bytes, 64 KiB, for 2 C (2 C K + 3 K V + 2 C V) FLOPs, 10.5 M, and 0.36 M for the inverse
 (EXACT 1.08 M). Shared memory: 160 KiB (172) and barriers, so a multiprocessor runs one program.
@@ -362,7 +362,7 @@ def gated_delta_rule(q, k, v, g, beta, scale=None):
     o, S = torch.empty_like(v), v.new_empty(B, HV, D, D, dtype=torch.float32)
     strong, scale = v.new_empty(B * HV, dtype=torch.int32), D**-0.5 if scale is None else scale
     args = boxes(q), boxes(k), boxes(v), g, beta, boxes(o), S, strong, T, HV, HV // H, scale, 0
-    # the assembler's own level of register allocation: at 2, for which Triton 3.9 asks, o takes 1.4 times as long
+    # the assembler's own level of register allocation: at Triton 3.9's, 2, this page takes 1.4 times as long
     for exact in (0, 1):
         walk[(B * HV,)](*args, EXACT=exact, num_warps=8, maxnreg=128, ptx_options="--regAllocOptLevel=4")
     return o, S
