@@ -146,7 +146,7 @@ def checked_and_timed(contender: Contender, case: Case, direction: str, sets: li
 
 
 def sets_of(case: Case) -> list[dict]:
-    """Input sets to rotate over: together several times the L2 cache, at least two, at most eight."""
+    """Input sets to rotate over: four times the L2 cache together, at least two, at most eight (small ones fit it)."""
     L2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
     size = memory_floor_bytes(case, "forward")
     n = min(8, max(2, -(-4 * L2 // size)))

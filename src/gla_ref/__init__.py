@@ -1,8 +1,8 @@
 """gla_ref: exact references for softmax, linear and gated linear attention and the delta rule (chapters 1 to 25).
 
 `FORMS[mechanism][form]` is a function `o, state = form(q, k, v, ..., *, scale=None, initial_state=None,
-cu_seqlens=None, **options)`; every form of a mechanism computes the same thing. Importing the
-package needs neither Triton nor a GPU.
+cu_seqlens=None, **options)`. On paper every form of a mechanism computes the same thing; one that strong gates break
+says so. Importing the package needs neither Triton nor a GPU.
 """
 
 import sys
