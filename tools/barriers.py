@@ -2,7 +2,7 @@
 
 *Barriers.* PTX: between `mbarrier.init` and `mbarrier.inval` the bytes of a barrier may serve for nothing else. The
 allocator of Triton does not know this rule: it gives the bytes of an allocation away after the last operation that
-names the allocation. A barrier that is initialised and then used by nobody is free at once, and its bytes become a
+names the allocation. A barrier that is initialised and never used is free at once, and its bytes become a
 reduction's scratch, or hold the values that `ttg.warp_specialize` hands to its roles. Alone on a GPU such a kernel
 worked; beside other processes its roles read addresses that were none. (Triton invalidates the barriers that it makes
 itself; Gluon leaves it to us.)
@@ -49,8 +49,8 @@ class Operation(NamedTuple):
     made: str | None  # the value that it makes
     name: str
     used: list[str]
-    views: dict[str, View]  # those of `used` that are known to be an allocation or a view of one
-    slots: dict[str, View]  # those that are slots as loops take them: by number, perhaps transposed
+    views: dict[str, View]  # names in `used` of an allocation or of a view of one
+    slots: dict[str, View]  # names of slots as loops take them: by number, perhaps transposed
 
 
 def broken(ttgir: str) -> list[str]:

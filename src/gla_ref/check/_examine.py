@@ -280,7 +280,7 @@ def row_of(p: Problem, name: str, x: Tensor | None) -> Row:
 
 
 def together(rows: list[Row], waivers: Mapping[str, str]) -> Iterator[Row]:
-    """The rows of all cases, beside one another: what others have is missing; a reason, if there is one, waives it.
+    """The rows of all cases, compared: what others have is missing; a reason, if there is one, waives it.
 
     Reasons are by quantity or "quantity@case".
     """

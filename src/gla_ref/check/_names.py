@@ -131,7 +131,7 @@ class Likeness(NamedTuple):
 
 
 def likeness(m: Mistake, s: Seen, name: str, made: Tensor) -> Likeness | None:
-    """A wrong quantity beside the mistake's, or their errors if that rounds; None if they are not alike."""
+    """How like a wrong quantity is to the mistake's, or their errors if that rounds; None if they are not alike."""
     p, x, exact, places = s.problem, s.given[name], s.problem.exact[name], s.wrong[name]
     error = p.in_budgets(name, x)
     if m.right_on_paper:
@@ -158,7 +158,7 @@ def likeness(m: Mistake, s: Seen, name: str, made: Tensor) -> Likeness | None:
     else:
         unexplained, whole = ((x - y).square().mean().sqrt().item() for y in (made, exact))
         far = unexplained / whole / UNEXPLAINED if whole else math.inf
-    # what is not finite in both is what the mistake makes of it, and nothing that is right
+    # NaN or inf in both is the mistake's own, and nothing that is right
     return Likeness(name, far, error, nearer or not torch.equal(same, places)) if far <= 1 else None
 
 

@@ -55,7 +55,7 @@ class CallKind(NamedTuple):
     """Facts that a rank keeps for all calls of one signature."""
 
     plan: Plan
-    facts: dict[str, str]  # those that all ranks share, by the names of arguments
+    facts: dict[str, str]  # shared by all ranks, by the names of arguments
     tag: float  # a number that stands for the facts
     lengths: tuple[int, ...]  # tokens of each rank
     walk: Walk

@@ -74,7 +74,7 @@ class Agreement:
             raise
 
     def reach_once(self, facts: dict[str, str]) -> None:
-        """As `reach`; all ranks have agreed upon the same facts before, or ask now."""
+        """`reach` unless all ranks have agreed upon the same facts before."""
         common = tuple(facts.values())
         if common not in self.agreed:
             self.reach(facts)

@@ -84,7 +84,7 @@ def zero_elsewhere(x: Tensor | None, where: bool | Tensor) -> Tensor | None:
 
 
 def own_rows(states: Tensor, where: Sequence[bool | Tensor]) -> Tensor:
-    """Of states [N, n, ...] of n segments, the rows `where` says for each; no row is of two segments. [N, ...]"""
+    """Pick from states [N, n, ...] of n segments the rows that `where` names, none of two segments: [N, ...]."""
     rows = [zero_elsewhere(S, here) for S, here in zip(states.unbind(1), where, strict=True)]
     rows = [S for S in rows if S is not None]
     return sum(rows[1:], rows[0]) if rows else torch.zeros_like(states[:, 0])
