@@ -172,8 +172,7 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         notice="A small dot is one trained model, a large dot the mean of three seeds; "
         f"point at a dot without a name to read its mixer. All models have one layer of width {width} "
         "and saw the same texts. More heads make the state smaller, and every key too. "
-        "Softmax attention keeps all keys and values. In the figures below each mixer keeps one colour, unlike here. "
-        f"At step {steps[-1]} some lines fall to the right: there one of three small dots is far below the other two.",
+        "Softmax attention keeps all keys and values.",
         alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; a dashed and "
         "a dotted line near the bottom are the shares of answers that guessing gives.",
         controls=(
