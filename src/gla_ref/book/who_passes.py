@@ -99,6 +99,12 @@ class Row(NamedTuple):
         verdict = _verdict(failure)
         return "off" if verdict == "wrong" and (_budgets(failure) < NEAR or self.made(failure["case"])) else verdict
 
+    def extent(self, *directions: str) -> str:
+        """The worst error in these directions on ordinary inputs and, in brackets, on adversarial ones."""
+        found = [f for f in self.failures if _direction(f) in directions and _verdict(f) != "refuses"]
+        plain, made = (_extent([f for f in found if self.made(f["case"]) == flag]) for flag in (False, True))
+        return f"{plain} ({made})".removesuffix(" ()").strip()
+
     def verdict(self, direction: str) -> str:
         """The worst verdict in a direction; an unfinished check is undecided, unless a case is in `WRONG` already."""
         worst = _worst("right", *self.worst(direction).values())
@@ -223,11 +229,7 @@ def _cell(row: Row | None, direction: str) -> str:
     if row is None:
         return "·"
     verdict, triton = row.verdict(direction), (row.record or {}).get("triton")
-    said = {"right": "✓", "refuses": "✓ (refuses)", "no gradient": "–", "undecided": ""}.get(verdict)
-    if verdict in WRONG:
-        found = [f for f in row.failures if _direction(f) == direction and _verdict(f) != "refuses"]
-        plain, made = (_extent([f for f in found if row.made(f["case"]) == flag]) for flag in (False, True))
-        said = f"{plain} ({made})".removesuffix(" ()").strip()
+    said = {"right": "✓", "refuses": "✓ (refuses)", "no gradient": "–"}.get(verdict, row.extent(direction))
     if verdict != "no gradient":
         failed = sum(v in WRONG for v in row.worst(direction).values())
         said = f"{said} {failed}/{row.cases}".strip() * bool(row.cases) + "…" * (not row.finished)
