@@ -152,7 +152,7 @@ def delta_roles() -> Explorable:
     most = max(len(row) for by_heads in frames for row in by_heads)
     return Explorable(
         title="Six chunks of one value head",
-        notice="A model: each job lasts as long as it did on an H200 without the other of solve and walk, a solve "
+        notice="A model: each job lasts as long as on an H200 with the other one switched off (128 heads), a solve "
         f"{ALONE['solve']} µs, a walk {ALONE['walk']}, a load {ALONE['load']} (from one load to the next). Numbers are "
         "chunks, rows are jobs. There is room for two chunks: chunk 3 is loaded when chunk 1 has been walked. In the "
         "sequential schedule the same warps do the jobs of the last two rows. The number of value heads matters to the "
