@@ -5,6 +5,7 @@ import torch
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, results, simple_gla
 from gla_ref.book.costs import cost
+from gla_ref.book.roles import Step, play
 from gla_ref.book.viz import delta_roles as roles
 from gla_ref.book.viz import gla_block
 from gla_ref.book.viz import three_jobs as jobs
@@ -131,6 +132,13 @@ def test_a_schedule_waits_for_what_it_needs_and_no_longer(way):
         ended = [x.stop for x in tasks if x.job in unit and x.stop <= t.start]
         own = [found["store", t.chunk - 1, 0].stop] if t.job == "multiply" and t.chunk and way in jobs.WAYS[2:] else []
         assert t.start == max([0, *begun, *own, *ended])
+
+
+def test_roles_that_wait_for_each_other_are_named():
+    """A load waits for room that only its own chunk would make."""
+    loads, walks = [Step("load", 0)], [Step("walk", 0)]
+    with pytest.raises(ValueError, match="roles: expected one that can go on, got .*load.*walk"):
+        play([loads, walks], {"load": 1, "walk": 1}, lambda c: {"load": walks, "walk": loads})
 
 
 def test_three_jobs_says_what_the_schedules_are():

@@ -6,7 +6,6 @@ ones pale-blue, pale-red, pale-grey for tiles with numbers in them. Strokes: the
 ``on`` text, ``ink`` and ``hollow`` shapes; blue, vermilion and green are too dark for text.
 """
 
-from collections.abc import Iterable
 from html import escape
 
 Point = tuple[float, float]
@@ -58,27 +57,6 @@ def part(words: str, *pieces: str, choose: dict[int, int] | None = None) -> str:
     pairs = " ".join(f"{control}:{value}" for control, value in (choose or {}).items())
     chosen = f' data-set="{pairs}"' if pairs else ""
     return f'<g data-say="{escape(words)}"{chosen}>{"".join(pieces)}</g>'
-
-
-def tracks(names: Iterable[str], x: float, y: float, pitch: float, width: float, height: float) -> str:
-    """The empty rows of a timeline, each with its name above it."""
-    tops = [(name, y + pitch * n) for n, name in enumerate(names)]
-    words = "".join(text(x, top - 10, name, "start") for name, top in tops)
-    return words + "".join(rect(x, top, width, height, "pale-grey") for _, top in tops)
-
-
-def ticks(x: float, y: float, unit: float, end: float) -> str:
-    """Marks of a timeline's axis every 10 µs; `unit` is the length of one."""
-    marks = [(us, x + unit * us) for us in range(0, int(end) + 1, 10)]
-    return "".join(
-        path([(at, y), (at, y + 5)], "line") + text(at, y + 15, us or "0 µs", "" if us else "start") for us, at in marks
-    )
-
-
-def bar(x: float, y: float, width: float, height: float, kind: str, number: int) -> str:
-    """A bar of a timeline, with a number on it if there is room."""
-    kind += " edge"
-    return cell(x, y, width, height, kind, number) if width > 12 else rect(x, y, width, height, kind)
 
 
 def played(ground: str, bars: str, name: str, x: float, top: float, bottom: float) -> list[str]:
