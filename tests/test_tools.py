@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import count_lines
 import count_tests
@@ -203,16 +202,6 @@ def test_what_runs_depends_on_the_commit_alone(name):
     """No date, clock or chance; a run's record may name its day."""
     lines = (ROOT / name).read_text().splitlines()
     assert [line for line in lines if CHANCE.search(line) and '"date": ' not in line] == []
-
-
-@pytest.mark.parametrize(
-    "expression, dropped",
-    [("(deep or hypothesis) and not gpu", {"gpu"}), ("not deep or site", set()), ("not (gpu or deep)", set())],
-)
-def test_what_is_not_collected_is_what_pytest_would_deselect(request, expression, dropped):
-    conftest = request.config.pluginmanager.get_plugin(f"{ROOT / 'tests' / 'conftest.py'}")
-    config = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
-    assert {x for x in ("gpu", "site", "deep") if conftest.left_out(config, [getattr(pytest.mark, x)])} == dropped
 
 
 CHANGED = """
