@@ -5,6 +5,7 @@ barriers; the loader always loads. The model leaves out that roles at work slow 
 """
 
 from ... import results
+from ...kernels.launch.hardware import CLASSES
 from ..roles import Step, Task, end, play
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._timeline import Timeline
@@ -13,7 +14,7 @@ __all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WALK", "WAYS", "column
 
 WAYS = ("sequential", "fused", "two kernels")
 HEADS = (32, 64, 128)  # value heads of all sequences
-MULTIPROCESSORS, STAGES, CHUNKS = 132, 2, 6
+MULTIPROCESSORS, STAGES, CHUNKS = CLASSES["sm_90"].multiprocessors, 2, 6
 WALK = {32: 1.2, 64: 1.75}  # us per chunk of the library's `walk`, by its columns: the plan's estimates
 
 
