@@ -5,7 +5,7 @@ import torch
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, results, simple_gla
 from gla_ref.book.costs import cost
-from gla_ref.book.roles import Step, play
+from gla_ref.book.roles import Step, end, play
 from gla_ref.book.viz import delta_roles as roles
 from gla_ref.book.viz import gla_block
 from gla_ref.book.viz import three_jobs as jobs
@@ -113,25 +113,21 @@ def test_work_of_a_chunk_is_what_is_counted_elsewhere():
     assert halves["transform"] == clocks["transform"] and 2 * halves["multiply"] > clocks["multiply"]
 
 
-@pytest.mark.parametrize("way", jobs.WAYS)
-def test_a_schedule_waits_for_what_it_needs_and_no_longer(way):
-    tasks = jobs.schedule(way, 7)
-    found = {(t.job, t.chunk, t.program): t for t in tasks}
-    programs = {t.program for t in tasks}
-    assert len(found) == len(tasks) == 7 * 4 * len(programs)
-    for unit in (("load", "store"), ("transform",), ("multiply",)):  # one task at a time
-        spans = sorted((t.start, t.stop) for t in tasks if t.job in unit)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
-    stages = 1 if way == jobs.WAYS[3] else 2
-    for t in tasks:
-        needs = [(jobs.JOBS[jobs.JOBS.index(t.job) - 1], t.chunk)] if t.job != "load" else []
-        if t.job == "load":
-            needs += [("multiply", t.chunk - stages)] if way in jobs.WAYS[2:] else [("store", t.chunk - 1)]
-        begun = [found[job, i, t.program].stop for job, i in needs if i >= 0]
-        unit = ("load", "store") if t.job in ("load", "store") else (t.job,)
-        ended = [x.stop for x in tasks if x.job in unit and x.stop <= t.start]
-        own = [found["store", t.chunk - 1, 0].stop] if t.job == "multiply" and t.chunk and way in jobs.WAYS[2:] else []
-        assert t.start == max([0, *begun, *own, *ended])
+@pytest.mark.parametrize(
+    "stages, unit, begins",
+    [
+        (1, str, [0, 2, 5, 7, 10, 12]),
+        (2, str, [0, 2, 2, 5, 5, 8]),
+        (2, lambda job: "one for both", [0, 2, 5, 7, 10, 12]),
+    ],
+)
+def test_a_step_begins_when_it_can(stages, unit, begins):
+    """By hand: a load takes 2, a walk 3; with one stage, with two, with two and one unit for both."""
+    roles = [[Step(job, c) for c in range(3)] for job in ("load", "walk")]
+    tasks = play(
+        roles, {"load": 2, "walk": 3}, lambda c: {"load": [Step("walk", c - stages)], "walk": [Step("load", c)]}, unit
+    )
+    assert [t.start for t in tasks] == begins and end(tasks) == begins[-1] + 3
 
 
 def test_roles_that_wait_for_each_other_are_named():
