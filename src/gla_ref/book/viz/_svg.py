@@ -6,6 +6,7 @@ ones pale-blue, pale-red, pale-grey for tiles with numbers in them. Strokes: the
 ``on`` text, ``ink`` and ``hollow`` shapes; blue, vermilion and green are too dark for text.
 """
 
+from collections.abc import Callable, Sequence
 from html import escape
 
 Point = tuple[float, float]
@@ -35,6 +36,17 @@ def square(x: float, y: float, size: float, number: float, largest: float = 1.0,
     side = (size - rim) * min(1, abs(number) / largest) ** 0.5
     shape = rect(x + (size - side) / 2, y + (size - side) / 2, side, side, "blue" if number > 0 else "vermilion")
     return rect(x, y, size, size, "edge faint") + (shape if side > 0.5 else "")
+
+
+def squares(
+    rows: Sequence[Sequence[float]], left: float, tops: Sequence[float], size: float, words: Callable, **look: float
+) -> list[str]:
+    """A matrix as `square`s of this look, a row at each top; `words(i, j, number)` says what one is."""
+    return [
+        part(words(i, j, x), square(left + size * j, tops[i], size, x, **look))
+        for i, row in enumerate(rows)
+        for j, x in enumerate(row)
+    ]
 
 
 def raised(x: object) -> str:
