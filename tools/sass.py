@@ -118,17 +118,9 @@ def instruction(found: re.Match) -> Instruction:
         flows = [(set(reads), set(writes))] if rule.differs is None else []
     targets = () if name == "BSSY" else tuple(re.findall(r"`\((\S+?)\)", rest))
     leaves = name in ENDS or (name in ("BRA", "JMP") and len(operands) == 1)
-    return Instruction(
-        text=" ".join(f"{place}: {guard}{code}".split()),
-        reads=frozenset(reads),
-        writes=frozenset(writes),
-        places=frozenset(places),
-        differs=bool(rule.differs),
-        flows=flows,
-        guarded=bool(guard),
-        targets=targets,
-        goes_on=bool(guard) or not leaves,
-    )
+    text, guarded, goes_on = " ".join(f"{place}: {guard}{code}".split()), bool(guard), bool(guard) or not leaves
+    reads, writes, places = map(frozenset, (reads, writes, places))
+    return Instruction(text, reads, writes, places, bool(rule.differs), flows, guarded, targets, goes_on)
 
 
 def width(name: str, kinds: list[str]) -> int:

@@ -174,12 +174,9 @@ def rounds_of(trainings: list[Training], processes: int) -> list[list[Training]]
 
 
 def start(training: Training, until: float, args: argparse.Namespace, log) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, __file__, "--process", *training, "--until", str(until), "--device", args.device],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
+    command = [sys.executable, __file__, "--process", *training, "--until", str(until), "--device", args.device]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
 def run_round(trainings: list[Training], seconds: float, args: argparse.Namespace) -> list[Process]:

@@ -28,6 +28,8 @@ class Launch(NamedTuple):
     grid: Sequence[int]
     numbers: Sequence  # arguments after the pointers
     constants: dict[str, int]  # tl.constexpr
+    absent: dict[str, str] = {}  # by a result's name, what to say where nothing of it is written
+    partial: dict[str, str] = {}  # and what to add where a part of it is not
 
 
 def launch_all(kernel, case: Launch) -> dict[str, Tensor]:
@@ -80,11 +82,12 @@ def launch_all(kernel, case: Launch) -> dict[str, Tensor]:
         raise Wrong(f"A program writes {where} of {what}, into memory that is not its own: mask the store.")
     for name, shape in shapes.items():
         missed = (memory[places[name]] == UNWRITTEN).view(shape)
+        asked = "which program should, and at which offset?"
         if missed.all():
-            raise Wrong(f"Nobody writes {name} at all: which program should, and at which offset?")
+            raise Wrong(case.absent.get(name, f"Nobody writes {name} at all: {asked}"))
         if missed.any():
             at = ", ".join(map(str, missed.nonzero()[0].tolist()))
-            raise Wrong(f"Nobody writes {name}[{at}]: which program should, and at which offset?")
+            raise Wrong(f"Nobody writes {name}[{at}]: {asked} {case.partial.get(name, '')}".rstrip())
     return {name: memory[places[name]].view(torch.float32).view(shape).cpu().double() for name, shape in shapes.items()}
 
 

@@ -73,9 +73,8 @@ def schedule(way: str, heads: int, n: int = CHUNKS) -> list[Task]:
             "walk": [Step("load", c), Step("solve", c)],
         }
 
-    loads, solves, walks = ([Step(job, c) for c in range(n)] for job in ("load", "solve", "walk"))
-    both = [step for pair in zip(solves, walks, strict=True) for step in pair]
-    roles = [loads, both] if way == WAYS[0] else [loads, solves, walks]
+    jobs = [["load"], ["solve", "walk"]] if way == WAYS[0] else [["load"], ["solve"], ["walk"]]
+    roles = [[Step(job, c) for c in range(n) for job in own] for own in jobs]
     return sorted(play(roles, lasts(way, heads), waits), key=lambda t: (apart and t.job != "solve", t.chunk))
 
 
