@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, results, simple_gla
+from gla_ref.book._roles import Step, end, play
 from gla_ref.book.costs import cost
-from gla_ref.book.roles import Step, end, play
 from gla_ref.book.viz import delta_roles as roles
 from gla_ref.book.viz import gla_block
 from gla_ref.book.viz import three_jobs as jobs

@@ -1,6 +1,6 @@
 """Judges of the exercises on a fully fused kernel for Hopper (chapter 22)."""
 
-from ..roles import Step, end, play
+from .._roles import Step, end, play
 from . import exercise
 from ._compare import hold, variants
 from ._predict import ask, choice

@@ -1,9 +1,9 @@
-"""A picture of roles over time: a row for each unit, a bar for each task, a line for the present (chapters 22, 23)."""
+"""A picture of roles over time: a row for each unit, a bar for each task, and the line of the present (chapter 22)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..roles import Task
+from .._roles import Task
 from ._svg import cell, part, path, played, rect, text
 
 LEFT, TOP, ROW, TALL = 4, 26, 52, 26

@@ -6,7 +6,7 @@ barriers; the loader always loads. The model leaves out that roles at work slow 
 
 from ... import results
 from ...kernels.launch.hardware import CLASSES
-from ..roles import Step, Task, end, play
+from .._roles import Step, Task, end, play
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._timeline import Timeline
 

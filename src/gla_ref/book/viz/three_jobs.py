@@ -4,7 +4,7 @@ This is a model of peak rates, not a measurement: each unit moves, exponentiates
 peak speed. The model leaves out other arithmetic and waits for latencies.
 """
 
-from ..roles import Step, Task, end, play
+from .._roles import Step, Task, end, play
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
 from ._timeline import Timeline
 

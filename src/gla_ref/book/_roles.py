@@ -1,4 +1,4 @@
-"""Roles of a kernel over time, as a model plays them: waits, room and durations in, a schedule out (chapters 22, 23).
+"""Roles of a kernel over time, played by a model: steps, waits and durations in, a schedule out (chapters 22 and 23).
 
 A role (a group of warps) does its steps one after another. A step begins when its role is free, its unit of the chip is
 free, and all steps that it waits for have ended.
