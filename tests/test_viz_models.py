@@ -148,22 +148,6 @@ def test_three_jobs_says_what_the_schedules_are():
         assert "0 of 5 chunks done" in row[0].readout and len(row) == -(-end // jobs.MOMENT) + 1
 
 
-@pytest.mark.parametrize("way", roles.WAYS)
-@pytest.mark.parametrize("heads", roles.HEADS)
-def test_delta_roles_begin_when_they_can(way, heads):
-    """Each job waits for its own chunk, for its group, and a load for room; an inverse never for a state."""
-    tasks, together = roles.schedule(way, heads, 9), way == roles.WAYS[0]
-    found = {(t.job, t.chunk): t for t in tasks}
-    for t in tasks:
-        needs = [(t.job, t.chunk - 1)]
-        if t.job == "load":
-            needs += [("walk", t.chunk - roles.STAGES)] + [("solve", 8)] * (way == roles.WAYS[2])
-        else:
-            needs += [("load", t.chunk)] if (t.job, way) != ("solve", roles.WAYS[2]) else []
-            needs += [("solve", t.chunk)] if t.job == "walk" else [("walk", t.chunk - 1)] * together
-        assert t.start == max([0, *(found[x].stop for x in needs if x[1] >= 0)])
-
-
 def test_delta_roles_says_what_the_schedules_are():
     alone = roles.ALONE
     ahead = max(*alone.values(), sum(alone.values()) / roles.STAGES)
