@@ -44,12 +44,11 @@ from gla_ref import FORMS, check, results
 from gla_ref.__main__ import Journal
 from gla_ref._commands import apart
 from gla_ref.book.who_passes import BREAKS, REFUSES, claimed, rows
-from gla_ref.check._claims import Claim
+from gla_ref.check._claims import DTYPES, Claim
 from gla_ref.compat import libraries
 
 PEERS = (*run.PEERS, "transformers")  # whose versions a record names
 FORWARD = " forward"  # after the name of what has no backward pass, or refuses it
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SUBJECTS = [
     f"{m}.{form}"
     for m in check.MECHANISMS

@@ -21,6 +21,8 @@ from unittest import mock
 
 import torch
 
+from gla_ref.kernels.launch.hardware import CLASSES
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -101,11 +103,11 @@ def fits(gates=(None, "logsigmoid/16"), columns=0, few=False, sizes=(16, 32, 64,
     """Whether a case is for a page, of `hopper` or another.
 
     A page whose programs own `columns` of a head's state is for enough heads, or for `few`: for fewer programs than
-    two for each three of an H200's 132 multiprocessors.
+    two for each three of an H200's multiprocessors.
     """
 
     def takes(case) -> bool:
-        if columns and (3 * -(-case.V // columns) * case.H * case.B < 2 * 132) != few:
+        if columns and (3 * -(-case.V // columns) * case.H * case.B < 2 * CLASSES["sm_90"].multiprocessors) != few:
             return False
         if hopper and (case.decode or case.dtype != "bfloat16"):
             return False

@@ -54,8 +54,7 @@ def poison() -> None:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     size = min(free // 3, 8 << 30)
-    del_me = [torch.full((n // 4,), float("nan"), device="cuda") for n in (size, 1 << 20)]
-    del del_me
+    _ = [torch.full((n // 4,), float("nan"), device="cuda") for n in (size, 1 << 20)]  # freed on return
 
 
 def leaves(x: dict[str, Tensor]) -> list[str]:

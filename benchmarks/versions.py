@@ -14,7 +14,6 @@ put its folder on PYTHONPATH.
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -33,31 +32,19 @@ from gla_ref import results
 USUAL_SUITES = "gla", "hopper", "delta", "gated_delta", "linear", "flash"
 FIELDS = *run.IDENTITY, "ran", "ms", "correct", "error", "budget", "bits", "first_call_s", "message", "commit"
 KEY = "triton", "assembler"
-ASK = """
-import json, triton
-from triton.backends.nvidia.compiler import get_ptxas
-print(json.dumps([triton.__version__, get_ptxas(90).path]))
-"""
 
 
 def environment(triton: str | None, assembler: str | None) -> dict[str, str]:
     """The variables of a process with another Triton or assembler."""
-    path = [x for x in (triton, str(ROOT / "src"), os.environ.get("PYTHONPATH")) if x]
+    path = [x for x in (triton, os.environ.get("PYTHONPATH")) if x]
     extra = {"PYTHONPATH": os.pathsep.join(path)}
     if assembler:  # Triton reads the second name where it has an assembler of its own for newer GPUs
         extra |= {"TRITON_PTXAS_PATH": assembler, "TRITON_PTXAS_BLACKWELL_PATH": assembler}
     return os.environ | extra
 
 
-def asked(env: dict[str, str]) -> dict[str, str]:
-    """Versions of the Triton and the assembler for sm_90 that such a process has."""
-    told = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, check=True)
-    version, path = json.loads(told.stdout.strip().splitlines()[-1])
-    return {"triton": version, "assembler": re.search(r"V([\d.]+)", results.command(path, "--version"))[1]}
-
-
 def timed(env: dict[str, str], args: argparse.Namespace) -> list[dict]:
-    """Our contenders of the suites, and the peers that are asked for."""
+    """Records of our contenders of the suites, and of the peers that are asked for."""
     ours = sorted({c.name for every in CONTENDERS.values() for c in every if not c.peer})
     with tempfile.TemporaryDirectory() as there:
         out = Path(there, "times.json")
@@ -66,7 +53,7 @@ def timed(env: dict[str, str], args: argparse.Namespace) -> list[dict]:
         command += ["--only", *ours, *args.peers]
         command += ["--compiled", str(args.compiled)] if args.compiled else []
         subprocess.run(command, env=env | {"TRITON_CACHE_DIR": there}, cwd=ROOT, check=True)
-        return [{n: r.get(n) for n in FIELDS} for r in results.read(out, "records")]
+        return results.read(out, "records")
 
 
 def update(old: dict, new: dict) -> dict:
@@ -89,15 +76,15 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("versions: expected an NVIDIA GPU, found none")
     env = environment(args.triton, args.assembler)
-    row = asked(env)
-    print(f"Triton {row['triton']}, ptxas {row['assembler']}", flush=True)
-    here = results.environment(torch.cuda.get_device_name())
-    row |= {n: here[n] for n in ("commit", "date", "torch")}
-    began = time.monotonic()
-    row["times"] = timed(env, args)
+    here, began = results.environment(torch.cuda.get_device_name()), time.monotonic()
+    records = timed(env, args)
+    if not records:
+        sys.exit("versions: expected a case of the suites that fits --match, got none")
+    row = {n: here[n] for n in ("commit", "date", "torch")} | {n: records[0][n] for n in KEY}
+    row["times"] = [{n: r.get(n) for n in FIELDS} for r in records]
     path = args.out or results.file(here["gpu"] + " versions")
     results.merge(path, here, "versions", [row], KEY, update)
-    print(f"{time.monotonic() - began:.0f} s; results: {path}")
+    print(f"Triton {row['triton']}, ptxas {row['assembler']}: {time.monotonic() - began:.0f} s; results: {path}")
 
 
 if __name__ == "__main__":

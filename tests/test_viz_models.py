@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gla_ref import delta_rule, gated_delta_rule, gla, kda, linear_attention, results, simple_gla
+from gla_ref.book._roles import Step, end, play
 from gla_ref.book.costs import cost
 from gla_ref.book.viz import delta_roles as roles
 from gla_ref.book.viz import gla_block
@@ -112,25 +113,28 @@ def test_work_of_a_chunk_is_what_is_counted_elsewhere():
     assert halves["transform"] == clocks["transform"] and 2 * halves["multiply"] > clocks["multiply"]
 
 
-@pytest.mark.parametrize("way", jobs.WAYS)
-def test_a_schedule_waits_for_what_it_needs_and_no_longer(way):
-    tasks = jobs.schedule(way, 7)
-    found = {(t.job, t.chunk, t.program): t for t in tasks}
-    programs = {t.program for t in tasks}
-    assert len(found) == len(tasks) == 7 * 4 * len(programs)
-    for unit in (("load", "store"), ("transform",), ("multiply",)):  # one task at a time
-        spans = sorted((t.start, t.stop) for t in tasks if t.job in unit)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
-    stages = 1 if way == jobs.WAYS[3] else 2
-    for t in tasks:
-        needs = [(jobs.JOBS[jobs.JOBS.index(t.job) - 1], t.chunk)] if t.job != "load" else []
-        if t.job == "load":
-            needs += [("multiply", t.chunk - stages)] if way in jobs.WAYS[2:] else [("store", t.chunk - 1)]
-        begun = [found[job, i, t.program].stop for job, i in needs if i >= 0]
-        unit = ("load", "store") if t.job in ("load", "store") else (t.job,)
-        ended = [x.stop for x in tasks if x.job in unit and x.stop <= t.start]
-        own = [found["store", t.chunk - 1, 0].stop] if t.job == "multiply" and t.chunk and way in jobs.WAYS[2:] else []
-        assert t.start == max([0, *begun, *own, *ended])
+@pytest.mark.parametrize(
+    "stages, unit, begins",
+    [
+        (1, str, [0, 2, 5, 7, 10, 12]),
+        (2, str, [0, 2, 2, 5, 5, 8]),
+        (2, lambda job: "one for both", [0, 2, 5, 7, 10, 12]),
+    ],
+)
+def test_a_step_begins_when_it_can(stages, unit, begins):
+    """By hand: a load takes 2, a walk 3; with one stage, with two, with two and one unit for both."""
+    roles = [[Step(job, c) for c in range(3)] for job in ("load", "walk")]
+    tasks = play(
+        roles, {"load": 2, "walk": 3}, lambda c: {"load": [Step("walk", c - stages)], "walk": [Step("load", c)]}, unit
+    )
+    assert [t.start for t in tasks] == begins and end(tasks) == begins[-1] + 3
+
+
+def test_roles_that_wait_for_each_other_are_named():
+    """A load waits for room that only its own chunk would make."""
+    loads, walks = [Step("load", 0)], [Step("walk", 0)]
+    with pytest.raises(ValueError, match="roles: expected one that can go on, got .*load.*walk"):
+        play([loads, walks], {"load": 1, "walk": 1}, lambda c: {"load": walks, "walk": loads})
 
 
 def test_three_jobs_says_what_the_schedules_are():
@@ -142,22 +146,6 @@ def test_three_jobs_says_what_the_schedules_are():
         assert f"{jobs.CHUNKS} chunks after {end:,} clocks" in row[-1].readout
         assert f"a chunk every {jobs.period(way):,} clocks" in row[-1].readout
         assert "0 of 5 chunks done" in row[0].readout and len(row) == -(-end // jobs.MOMENT) + 1
-
-
-@pytest.mark.parametrize("way", roles.WAYS)
-@pytest.mark.parametrize("heads", roles.HEADS)
-def test_delta_roles_begin_when_they_can(way, heads):
-    """Each job waits for its own chunk, for its group, and a load for room; an inverse never for a state."""
-    tasks, together = roles.schedule(way, heads, 9), way == roles.WAYS[0]
-    found = {(t.job, t.chunk): t for t in tasks}
-    for t in tasks:
-        needs = [(t.job, t.chunk - 1)]
-        if t.job == "load":
-            needs += [("walk", t.chunk - roles.STAGES)] + [("solve", 8)] * (way == roles.WAYS[2])
-        else:
-            needs += [("load", t.chunk)] if (t.job, way) != ("solve", roles.WAYS[2]) else []
-            needs += [("solve", t.chunk)] if t.job == "walk" else [("walk", t.chunk - 1)] * together
-        assert t.start == max([0, *(found[x].stop for x in needs if x[1] >= 0)])
 
 
 def test_delta_roles_says_what_the_schedules_are():

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 PRODUCTS = "products"  # the size of the process that only multiplies matrices
 SIZES = {  # the residual stream, heads, expand_k, and the shape of the tokens
     "recall": (128, 2, 0.5, None),
@@ -174,13 +174,9 @@ def rounds_of(trainings: list[Training], processes: int) -> list[list[Training]]
 
 
 def start(training: Training, until: float, args: argparse.Namespace, log) -> subprocess.Popen:
-    source = [x for x in (str(ROOT / "src"), os.environ.get("PYTHONPATH")) if x]
-    return subprocess.Popen(
-        [sys.executable, __file__, "--process", *training, "--until", str(until), "--device", args.device],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(source), "OMP_NUM_THREADS": "1"},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
+    command = [sys.executable, __file__, "--process", *training, "--until", str(until), "--device", args.device]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
 def run_round(trainings: list[Training], seconds: float, args: argparse.Namespace) -> list[Process]:
@@ -233,7 +229,6 @@ def main(argv: list[str] | None = None) -> int:
         multiply(args.device, args.until) if size == PRODUCTS else train(mixer, size, args.device, args.until)
         return 0
 
-    sys.path.insert(0, str(ROOT / "src"))
     import torch
     from tabulate import tabulate
 

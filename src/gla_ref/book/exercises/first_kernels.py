@@ -28,6 +28,8 @@ class Launch(NamedTuple):
     grid: Sequence[int]
     numbers: Sequence  # arguments after the pointers
     constants: dict[str, int]  # tl.constexpr
+    absent: dict[str, str] = {}  # by a result's name, what to say where nothing of it is written
+    partial: dict[str, str] = {}  # and what to add where a part of it is not
 
 
 def launch_all(kernel, case: Launch) -> dict[str, Tensor]:
@@ -35,20 +37,12 @@ def launch_all(kernel, case: Launch) -> dict[str, Tensor]:
 
     Guards of NaN lie between the tensors.
     """
-    if not hasattr(type(kernel), "__getitem__") or isinstance(kernel, (type, dict)):
-        try:  # a body of dots returns nothing: no answer yet
-            call(kernel, *case.inputs.values())
-        except Open:
-            raise
-        except Exception:  # any other body needs a kernel around it
-            pass
-        raise Wrong("Expected a Triton kernel: write @triton.jit in the line above its `def`.")
+    expect_kernel(kernel, case)
     shapes = {"result": tuple(case.shape)} if isinstance(case.shape, (list, tuple)) else case.shape
     sizes = [x.numel() for x in case.inputs.values()] + [torch.Size(shape).numel() for shape in shapes.values()]
     begins = [GUARD + sum(-(-n // 16) * 16 + GUARD for n in sizes[:i]) for i in range(len(sizes))]
-    places = dict(
-        zip((*case.inputs, *shapes), map(slice, begins, map(sum, zip(begins, sizes, strict=True))), strict=True)
-    )
+    spans = (slice(begin, begin + n) for begin, n in zip(begins, sizes, strict=True))
+    places = dict(zip((*case.inputs, *shapes), spans, strict=True))
     memory = torch.full((begins[-1] + sizes[-1] + GUARD,), NAN, dtype=torch.int32)
     for name in shapes:
         memory[places[name]] = UNWRITTEN
@@ -63,29 +57,51 @@ def launch_all(kernel, case: Launch) -> dict[str, Tensor]:
             kernel[tuple(case.grid)](*pointers, *case.numbers, **case.constants)
     except Exception as reason:  # the interpreter's own, the compiler's, or a missing argument
         raise Wrong(f"The kernel stopped with {type(reason).__name__}: {reason}") from None
-    written = memory != before
+    expect_own_places(memory != before, places, [*shapes])
+    for name, shape in shapes.items():
+        expect_all_written(name, (memory[places[name]] == UNWRITTEN).view(shape), case)
+    return {name: memory[places[name]].view(torch.float32).view(shape).cpu().double() for name, shape in shapes.items()}
+
+
+def expect_kernel(kernel, case: Launch) -> None:
+    """Raise Wrong if the answer is no Triton kernel, Open if it is a function that returns nothing."""
+    if hasattr(type(kernel), "__getitem__") and not isinstance(kernel, (type, dict)):
+        return
+    try:  # a body of dots returns nothing: no answer yet
+        call(kernel, *case.inputs.values())
+    except Open:
+        raise
+    except Exception:  # any other body needs a kernel around it
+        pass
+    raise Wrong("Expected a Triton kernel: write @triton.jit in the line above its `def`.")
+
+
+def expect_own_places(written: Tensor, places: dict[str, slice], results: list[str]) -> None:
+    """Raise Wrong if a kernel wrote to an input or beyond its results, Open if it wrote nowhere."""
     if not written.any():
         raise Open("Your turn: the kernel stores nothing yet.")
     for name, place in places.items():
-        if name not in shapes and written[place].any():
-            own = "the last pointer" if len(shapes) == 1 else " and ".join(shapes)
+        if name not in results and written[place].any():
+            own = "the last pointer" if len(results) == 1 else " and ".join(results)
             raise Wrong(f"The kernel changes {name}, which is not its own: store through {own}.")
         written[place] = False
     if written.any():
         i = int(written.nonzero()[0])
-        beyond = {name: max(i - places[name].stop + 1, places[name].start - i) for name in shapes}  # how far from each
+        beyond = {name: max(i - places[name].stop + 1, places[name].start - i) for name in results}  # how far from each
         name = min(beyond, key=beyond.get)
         where = "before the beginning" if i < places[name].start else f"{beyond[name]} beyond the end"
-        what = "the result" if len(shapes) == 1 else name
+        what = "the result" if len(results) == 1 else name
         raise Wrong(f"A program writes {where} of {what}, into memory that is not its own: mask the store.")
-    for name, shape in shapes.items():
-        missed = (memory[places[name]] == UNWRITTEN).view(shape)
-        if missed.all():
-            raise Wrong(f"Nobody writes {name} at all: which program should, and at which offset?")
-        if missed.any():
-            at = ", ".join(map(str, missed.nonzero()[0].tolist()))
-            raise Wrong(f"Nobody writes {name}[{at}]: which program should, and at which offset?")
-    return {name: memory[places[name]].view(torch.float32).view(shape).cpu().double() for name, shape in shapes.items()}
+
+
+def expect_all_written(name: str, missed: Tensor, case: Launch) -> None:
+    """Raise Wrong if a result has places that no program wrote."""
+    asked = "which program should, and at which offset?"
+    if missed.all():
+        raise Wrong(case.absent.get(name, f"Nobody writes {name} at all: {asked}"))
+    if missed.any():
+        at = ", ".join(map(str, missed.nonzero()[0].tolist()))
+        raise Wrong(f"Nobody writes {name}[{at}]: {asked} {case.partial.get(name, '')}".rstrip())
 
 
 def launch(kernel, case: Launch) -> Tensor:

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..scaling import H200
 from . import exercise
 from ._compare import draw, hold, variants
 from ._predict import predict
@@ -23,7 +24,7 @@ predict(
     "Multiply the sequences, the heads and the tiles of columns; then by the parts that are independent in time.",
 )
 
-RIDGE = 989e12 / 4.8e12  # FLOPs in the time of one byte, the chapter's chip
+RIDGE = H200.products / H200.memory  # FLOPs in the time of one byte, the chapter's chip
 C = 2 * RIDGE - 128  # 2 ridge - d
 predict(
     "ex-fla-chunk",

@@ -1,5 +1,6 @@
 """Judges of the exercises on a fully fused kernel for Hopper (chapter 22)."""
 
+from .._roles import Step, end, play
 from . import exercise
 from ._compare import hold, variants
 from ._predict import ask, choice
@@ -51,17 +52,17 @@ def parity(answer):
 
 def _end(load, transform, multiply, n, stages, more=0):
     """When all is done; `more` stages than there are."""
-    a, b, c = [], [], []
-    for i in range(n):
-        room = c[i - stages - more] if i >= stages + more else 0
-        a.append(max(a[-1] if a else 0, room) + load)
-        b.append(max(b[-1] if b else 0, a[i]) + transform)
-        c.append(max(c[-1] if c else 0, b[i]) + multiply)
-    return c[-1]
+    lasts = {"load": load, "transform": transform, "multiply": multiply}
+
+    def waits(i):
+        room = Step("multiply", i - stages - more)
+        return {"load": [room], "transform": [Step("load", i)], "multiply": [Step("transform", i)]}
+
+    return end(play([[Step(job, i) for i in range(n)] for job in lasts], lasts, waits))
 
 
 @exercise("ex-hopper-end", "implement")
-def end(answer):
+def last(answer):
     mistakes = {
         "That is one job after the other: chunks are not in work at the same time.": (
             lambda load, transform, multiply, n, stages: n * (load + transform + multiply)

@@ -6,7 +6,7 @@ ones pale-blue, pale-red, pale-grey for tiles with numbers in them. Strokes: the
 ``on`` text, ``ink`` and ``hollow`` shapes; blue, vermilion and green are too dark for text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from html import escape
 
 Point = tuple[float, float]
@@ -38,6 +38,17 @@ def square(x: float, y: float, size: float, number: float, largest: float = 1.0,
     return rect(x, y, size, size, "edge faint") + (shape if side > 0.5 else "")
 
 
+def squares(
+    rows: Sequence[Sequence[float]], left: float, tops: Sequence[float], size: float, words: Callable, **look: float
+) -> list[str]:
+    """A matrix as `square`s of this look, a row at each top; `words(i, j, number)` says what one is."""
+    return [
+        part(words(i, j, x), square(left + size * j, tops[i], size, x, **look))
+        for i, row in enumerate(rows)
+        for j, x in enumerate(row)
+    ]
+
+
 def raised(x: object) -> str:
     """A number as an exponent."""
     return str(x).translate(str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹"))
@@ -58,27 +69,6 @@ def part(words: str, *pieces: str, choose: dict[int, int] | None = None) -> str:
     pairs = " ".join(f"{control}:{value}" for control, value in (choose or {}).items())
     chosen = f' data-set="{pairs}"' if pairs else ""
     return f'<g data-say="{escape(words)}"{chosen}>{"".join(pieces)}</g>'
-
-
-def tracks(names: Iterable[str], x: float, y: float, pitch: float, width: float, height: float) -> str:
-    """The empty rows of a timeline, each with its name above it."""
-    tops = [(name, y + pitch * n) for n, name in enumerate(names)]
-    words = "".join(text(x, top - 10, name, "start") for name, top in tops)
-    return words + "".join(rect(x, top, width, height, "pale-grey") for _, top in tops)
-
-
-def ticks(x: float, y: float, unit: float, end: float) -> str:
-    """Marks of a timeline's axis every 10 µs; `unit` is the length of one."""
-    marks = [(us, x + unit * us) for us in range(0, int(end) + 1, 10)]
-    return "".join(
-        path([(at, y), (at, y + 5)], "line") + text(at, y + 15, us or "0 µs", "" if us else "start") for us, at in marks
-    )
-
-
-def bar(x: float, y: float, width: float, height: float, kind: str, number: int) -> str:
-    """A bar of a timeline, with a number on it if there is room."""
-    kind += " edge"
-    return cell(x, y, width, height, kind, number) if width > 12 else rect(x, y, width, height, kind)
 
 
 def played(ground: str, bars: str, name: str, x: float, top: float, bottom: float) -> list[str]:

@@ -4,18 +4,17 @@ This is a model: each job lasts as long as in a measurement in which solver, wal
 barriers; the loader always loads. The model leaves out that roles at work slow each other down.
 """
 
-from typing import NamedTuple
-
 from ... import results
+from ...kernels.launch.hardware import CLASSES
+from .._roles import Step, Task, end, play
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import bar, part, played, ticks, tracks
+from ._timeline import Timeline
 
-__all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WALK", "WAYS"]
-__all__ += ["Task", "columns", "delta_roles", "period", "schedule"]
+__all__ = ["ALONE", "FIRST", "HEADS", "MULTIPROCESSORS", "WALK", "WAYS", "columns", "delta_roles", "period", "schedule"]
 
 WAYS = ("sequential", "fused", "two kernels")
 HEADS = (32, 64, 128)  # value heads of all sequences
-MULTIPROCESSORS, STAGES, CHUNKS = 132, 2, 6
+MULTIPROCESSORS, STAGES, CHUNKS = CLASSES["sm_90"].multiprocessors, 2, 6
 WALK = {32: 1.2, 64: 1.75}  # us per chunk of the library's `walk`, by its columns: the plan's estimates
 
 
@@ -44,15 +43,6 @@ def _first() -> float:
 ALONE, FIRST = _alone(), _first()
 
 
-class Task(NamedTuple):
-    """A job of one chunk: from when to when, in us."""
-
-    job: str
-    chunk: int
-    start: float
-    stop: float
-
-
 def columns(heads: int) -> int:
     """Columns of a walker of the two kernels, as the plan chooses them for a walk in one go."""
     return 32 if 4 * heads <= MULTIPROCESSORS else 64
@@ -73,44 +63,35 @@ def lasts(way: str, heads: int) -> dict[str, float]:
 
 
 def schedule(way: str, heads: int, n: int = CHUNKS) -> list[Task]:
-    """All tasks of n chunks of one head, in the order of their chunks."""
-    clocks, tasks, ended = lasts(way, heads), [], {}
+    """All tasks of n chunks of one head, in the order of their chunks; of two kernels first those of the first."""
+    apart = way == WAYS[2]
 
-    def run(job: str, chunk: int, *after: tuple[str, int]) -> None:
-        start = max([0.0, *(ended[x] for x in after if x[1] >= 0)])
-        ended[job, chunk] = start + clocks[job]
-        tasks.append(Task(job, chunk, start, ended[job, chunk]))
+    def waits(c: int) -> dict[str, list[Step]]:
+        return {
+            "load": [Step("walk", c - STAGES), *[Step("solve", n - 1)] * apart],  # its stage must be free
+            "solve": [Step("load", c)] * (not apart),
+            "walk": [Step("load", c), Step("solve", c)],
+        }
 
-    if way == WAYS[2]:
-        for c in range(n):
-            run("solve", c, ("solve", c - 1))
-    for c in range(n):
-        first = [("solve", n - 1)] if way == WAYS[2] else []
-        run("load", c, ("load", c - 1), ("walk", c - STAGES), *first)
-        if way != WAYS[2]:  # the solving warps have solved the chunk before; if they also walk, they have walked it
-            run("solve", c, ("load", c), ("solve" if way == WAYS[1] else "walk", c - 1))
-        run("walk", c, ("load", c), ("solve", c), ("walk", c - 1))
-    return tasks
-
-
-def stop(tasks: list[Task]) -> float:
-    """Return the end of the last task."""
-    return max(t.stop for t in tasks)
+    jobs = [["load"], ["solve", "walk"]] if way == WAYS[0] else [["load"], ["solve"], ["walk"]]
+    roles = [[Step(job, c) for c in range(n) for job in own] for own in jobs]
+    return sorted(play(roles, lasts(way, heads), waits), key=lambda t: (apart and t.job != "solve", t.chunk))
 
 
 def period(way: str, heads: int) -> float:
     """The time of a chunk in a long text, in us."""
-    return (stop(schedule(way, heads, 48)) - stop(schedule(way, heads, 24))) / 24
+    return (end(schedule(way, heads, 48)) - end(schedule(way, heads, 24))) / 24
 
 
-LEFT, TOP, ROW, TALL = 4, 26, 52, 26
-UNIT = 390 / max(stop(schedule(way, heads)) for way in WAYS for heads in HEADS)  # pixels per us
-ROWS = {
-    "load": "copy engine: q, k, v",
-    "solve": "solve: inverses, and all else without a state",
-    "walk": "walk: from state to state",
-}
-KINDS = {"load": "pale-blue", "solve": "orange", "walk": "pink"}
+LINES = Timeline(
+    {
+        "load": "copy engine: q, k, v",
+        "solve": "solve: inverses, and all else without a state",
+        "walk": "walk: from state to state",
+    },
+    {"load": "pale-blue", "solve": "orange", "walk": "pink"},
+    390 / max(end(schedule(way, heads)) for way in WAYS for heads in HEADS),
+)
 SAYS = {
     "load": "its tiles come in",
     "solve": "it is solved (its inverse, and all else that needs no state)",
@@ -119,30 +100,25 @@ SAYS = {
 MOMENT = 1.0  # us between two pictures
 
 
-def _bars(tasks: list[Task]) -> str:
-    pieces = []
-    for job, chunk, start, stop in tasks:
-        x, y, width = LEFT + UNIT * start, TOP + ROW * list(ROWS).index(job), UNIT * (stop - start)
-        words = f"Chunk {chunk + 1}, {SAYS[job]}: from {start:.1f} to {stop:.1f} µs."
-        pieces.append(part(words, bar(x, y, width, TALL, KINDS[job], chunk + 1)))
-    return "".join(pieces)
+def _say(t: Task) -> str:
+    return f"Chunk {t.chunk + 1}, {SAYS[t.job]}: from {t.start:.1f} to {t.stop:.1f} µs."
 
 
 def _frames(way: str, heads: int) -> list[Frame]:
     """A frame for each moment: finished work in full colours, later work pale."""
-    tasks, frames, bottom = schedule(way, heads), [], TOP + ROW * (len(ROWS) - 1) + TALL
-    end = stop(tasks)
-    ground = tracks(ROWS.values(), LEFT, TOP, ROW, UNIT * end, TALL) + ticks(LEFT, bottom, UNIT, end)
-    for n in range(int(end / MOMENT) + 2):
+    tasks, frames = schedule(way, heads), []
+    last = end(tasks)
+    ground = LINES.tracks(last) + LINES.ticks(last)
+    for n in range(int(last / MOMENT) + 2):
         t = n * MOMENT
-        bars = _bars([task for task in tasks if n or task.job == "load"])  # other bars would answer the question
+        shown = [task for task in tasks if n or task.job == "load"]  # other bars would answer the question
         done = sum(task.job == "walk" and task.stop <= t for task in tasks)
         words = f"{way}, {heads} value heads, after {t:.0f} µs: {done} of {CHUNKS} chunks done."
-        if t >= end:
-            words = f"{way}, {heads} value heads: {CHUNKS} chunks after {end:.1f} µs. "
+        if t >= last:
+            words = f"{way}, {heads} value heads: {CHUNKS} chunks after {last:.1f} µs. "
             words += f"In a long text a chunk lasts {period(way, heads):.1f} µs."
-        x, name = LEFT + UNIT * min(t, end), f"roles-{WAYS.index(way)}-{heads}-{n}"
-        frames.append(Frame(played(ground, bars, name, x, TOP - 4, bottom + 4), words))
+        name = f"roles-{WAYS.index(way)}-{heads}-{n}"
+        frames.append(Frame(LINES.at(min(t, last), ground, LINES.bars(shown, _say), name), words))
     return frames
 
 
@@ -167,7 +143,7 @@ def delta_roles() -> Explorable:
             Slider("Time", [f"{MOMENT * n:.0f} µs" for n in range(most)]),
         ),
         frames=frames,
-        height=TOP + ROW * len(ROWS) - 4,
+        height=LINES.bottom + 22,
         start=(1, 0, 12),
         legend=(
             Key("pale-blue edge", "loads a chunk"),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import gla
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import cell, part, path, rect, square, text
+from ._svg import cell, path, rect, squares, text
 
 __all__ = ["KINDS", "fading_state", "log_gates", "states", "wanted", "wrong"]
 
@@ -68,15 +68,10 @@ def _y(row: int) -> float:
 
 
 def _squares(S: Tensor, left: float) -> list[str]:
-    """Draw numbers as areas of squares: blue above 0, orange below."""
-    pieces = []
-    for row in range(K):
-        for column in range(V):
-            x = S[row, column].item()
-            number = f"{x:.2g}".replace("-", "−")
-            shown = square(left + CELL * column, _y(row), CELL, x, TOPICS)
-            pieces.append(part(f"Row {row + 1}, column {column + 1}: {number}", shown))
-    return pieces
+    def say(i, j, x):
+        return f"Row {i + 1}, column {j + 1}: {x:.2g}".replace("-", "−")
+
+    return squares(S.tolist(), left, [*map(_y, range(K))], CELL, say, largest=TOPICS)
 
 
 def _ground() -> str:

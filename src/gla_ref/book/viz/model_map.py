@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ._explorable import WIDTH, Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import cell, number, part, square, text
+from ._svg import cell, number, part, squares, text
 
 __all__ = ["GATES", "K4", "MODELS", "V4", "WRITES", "model_map", "states"]
 
@@ -85,12 +85,11 @@ def _cells(left: float, name: str, x: Tensor, kinds: list[list[str]]) -> list[st
 
 def _gate(G: Tensor) -> list[str]:
     """The factors that stay, as areas of squares."""
-    pieces = []
-    for i in range(2):
-        for j in range(3):
-            words = f"Row {i + 1}, column {j + 1} keeps {number(G[i, j].item())} of its number"
-            pieces.append(part(words, square(GATE + TALL * j, TOP + TALL * i, TALL, G[i, j].item(), rim=6)))
-    return pieces
+
+    def say(i, j, x):
+        return f"Row {i + 1}, column {j + 1} keeps {number(x)} of its number"
+
+    return squares(G.tolist(), GATE, [TOP, TOP + TALL], TALL, say, rim=6)
 
 
 def _frame(gate: str, writes: str, step: int, S: Tensor) -> Frame:

@@ -103,15 +103,16 @@ def _tiles(now: Step, there: set[str]) -> list[str]:
 
 def _bars(done: list[Step], every: list[Step]) -> list[str]:
     pieces = []
-    for n, (what, unit) in enumerate((("products", "MFLOP"), ("memory", "KiB"))):
-        so_far, most = (sum(s[3 + n] for s in steps) for steps in (done, every))
-        shown = f"{so_far / 1e6:.1f} {unit}" if n == 0 else f"{so_far / 1024:.0f} {unit}"
-        y = BARS + 26 * n
+    for y, what, counts, shown, kind in (
+        (BARS, "products", "flops", lambda n: f"{n / 1e6:.1f} MFLOP", "sky"),
+        (BARS + 26, "memory", "bytes", lambda n: f"{n / 1024:.0f} KiB", "grey"),
+    ):
+        so_far, most = (sum(getattr(step, counts) for step in steps) for steps in (done, every))
         pieces += [
             text(70, y + 9, what, "end"),
-            rect(80, y, 220 * so_far / most, 18, "sky" if n == 0 else "grey"),
+            rect(80, y, 220 * so_far / most, 18, kind),
             rect(80, y, 220, 18, "edge"),
-            text(WIDTH - 8, y + 9, shown, "end"),
+            text(WIDTH - 8, y + 9, shown(so_far), "end"),
         ]
     return pieces
 

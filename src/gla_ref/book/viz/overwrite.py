@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ... import delta_rule, linear_attention
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import arrow, cell, circle, number, part, square, text
+from ._svg import arrow, cell, circle, number, part, squares, text
 
 __all__ = ["ALIKE", "RULES", "asked", "keys", "overwrite", "states"]
 
@@ -50,13 +50,10 @@ MIDDLE, RADIUS = (66, 124), 50  # the circle of keys
 
 
 def _squares(x: Tensor, left: float, top: float, names: list[str], largest: float) -> list[str]:
-    """Draw numbers as areas of squares: blue above 0, orange below."""
-    pieces = []
-    for i, name in enumerate(names):
-        for j, what in enumerate(WHAT):
-            shown = square(left + CELL * j, top + CELL * i, CELL, x[i, j].item(), largest, rim=3)
-            pieces.append(part(f"{name}, {what}: {number(x[i, j].item())}", shown))
-    return pieces
+    def say(i, j, n):
+        return f"{names[i]}, {WHAT[j]}: {number(n)}"
+
+    return squares(x.tolist(), left, [top, top + CELL], CELL, say, largest=largest, rim=3)
 
 
 def _wanted(step: int) -> Tensor:

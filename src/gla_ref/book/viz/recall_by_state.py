@@ -70,103 +70,138 @@ def _apart(heights: Sequence[float], least: float = 13) -> list[float]:
     return found
 
 
+class Scores:
+    """What the records say, and the picture of it after a number of evaluations.
+
+    Attributes:
+        found: as :func:`measured` has it, with guessing before the first step.
+        base: the shares of right answers that guessing gives.
+        heads: the number of heads by the size of a state; softmax attention has none.
+        sizes: the sizes of all states, the smallest first.
+        steps: the steps of training after which models were evaluated.
+    """
+
+    def __init__(self, records: Sequence[dict]):
+        self.base = next(r["baselines"] for r in records)
+        guess = 0, [self.base["chance"]]
+        self.found = {m: {n: [guess, *every] for n, every in of.items()} for m, of in measured(records).items()}
+        self.heads = {matrices(r): r["run"]["model"]["num_heads"] for r in records if r["about"]["mixer"] != "softmax"}
+        self.sizes = sorted({state for of in self.found.values() for state in of})
+        self.steps = [step for step, _ in next(iter(next(iter(self.found.values())).values()))]
+
+    def mean(self, mixer: str, state: int, n: int) -> float:
+        """The share of right answers after evaluation n, over the seeds."""
+        return fmean(self.found[mixer][state][n][1])
+
+    def said(self, mixer: str, state: int, n: int) -> str:
+        """The same in words."""
+        return f"{self.mean(mixer, state, n):.0%}" if n else "nothing yet"
+
+    def x(self, state: float) -> float:
+        low, high = math.log(self.sizes[0] / 1.25), math.log(self.sizes[-1] * 1.25)
+        return LEFT + WIDE * (math.log(state) - low) / (high - low)
+
+    def ground(self, states: Sequence[int]) -> list[str]:
+        """The axes, with a mark for each of these states, and the lines of guessing."""
+        pieces = [rect(LEFT, TOP, WIDE, TALL, "edge faint"), text(LEFT - 40, TOP - 14, "right answers", "start")]
+        for share in (0, 0.5, 1):
+            pieces.append(text(LEFT - 6, _y(share), f"{share:.0%}", "end"))
+        for state in states:
+            pieces.append(text(self.x(state), TOP + TALL + 12, f"{state:,}"))
+            heads = self.heads.get(state)
+            below = f"{heads} head{'s' if heads > 1 else ''}" if heads else "softmax"
+            pieces.append(text(self.x(state), TOP + TALL + 27, below))
+        pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 45, "numbers in the state after a text (logarithmic)"))
+        for share, kind, words in (
+            (self.base["majority"], "line-grey dashed", "Naming any of the written values"),
+            (self.base["chance"], "line-grey dotted", f"Naming any of {1 / self.base['chance']:.0f} values"),
+        ):
+            line = path([(LEFT, _y(share)), (LEFT + WIDE, _y(share))], kind)
+            pieces.append(part(f"{words}: {share:.1%}", line))
+        return pieces
+
+    def labels(self, states: Sequence[int], n: int, scores: bool = False) -> list[str]:
+        """Names of the mixers, with their scores if asked, right of their dots; a line joins each dot and name."""
+        pieces = []
+        for state in states:
+            x, means = self.x(state), {m: self.mean(m, state, n) for m, of in self.found.items() if state in of}
+            dots = [_y(mean) for mean in means.values()]
+            for mixer, dot, y in zip(means, dots, _apart(dots), strict=True):
+                pieces.append(path([(x + 6, dot), (x + 15, y)], "line-grey"))
+                words = f"{SHORT[mixer]} {means[mixer]:.0%}" if scores else SHORT[mixer]
+                pieces.append(text(x + 17, y, words, "start"))
+        return pieces
+
+    def dots(self, mixer: str, n: int, chosen: bool) -> list[str]:
+        """A dot for each size of a mixer's state: of the chosen mixer larger, joined, and with a dot for each seed."""
+        of, kind, pieces = self.found[mixer], "blue" if chosen else "grey", []
+        if chosen and len(of) > 1:  # below its dots, so that a reader can point at a dot
+            pieces.append(path([(self.x(state), _y(self.mean(mixer, state, n))) for state in of], "line-blue"))
+        for state, every in of.items():
+            x, mean, seeds = self.x(state), self.mean(mixer, state, n), every[n][1]
+            words = f"{NAMES[mixer]}, {state:,} numbers: {mean:.1%}"
+            words += f" (runs: {', '.join(f'{y:.0%}' for y in sorted(seeds))})" if n else ""
+            shapes = [circle(x, _y(y), 2.5, kind) for y in seeds] if chosen else []
+            shapes.append(circle(x, _y(mean), 6 if chosen else 4, kind))
+            pieces.append(part(words, *shapes, choose={0: list(self.found).index(mixer)}))
+        return pieces
+
+    def frame(self, mixer: str, n: int) -> Frame:
+        """All states of all mixers, this one's in front."""
+        pieces = self.ground(self.sizes)
+        for other in [*(other for other in self.found if other != mixer), mixer]:
+            pieces += self.dots(other, n, other == mixer)
+        pieces += self.labels(self.sizes[:2], n) if n else []
+        said = ", ".join(f"{state:,}: {self.said(mixer, state, n)}" for state in self.found[mixer])
+        when = f"{NAMES[mixer]} after {self.steps[n]} of {self.steps[-1]} steps"
+        return Frame(pieces, f"{when}. Right answers by numbers in the state: {said}.")
+
+    def asked(self, n: int) -> Frame:
+        """The mixers at the second smallest state, which the question names; a question mark for its answer."""
+        small, more = self.sizes[:2]
+        pieces, there = self.ground([*self.heads]), [m for m, of in self.found.items() if more in of]
+        for mixer in there:
+            linear, mean = mixer == "linear", self.mean(mixer, more, n)
+            dot = circle(self.x(more), _y(mean), 6 if linear else 4, "blue" if linear else "grey")
+            words = f"{NAMES[mixer]}, {more:,} numbers: {mean:.1%}"
+            pieces.append(part(words, dot, choose={0: list(self.found).index(mixer)}))
+        pieces += self.labels([more], n, scores=True) if n else []
+        pieces += [text(self.x(small), _y(share), "?") for share in (0.1, 0.3, 0.5, 0.7, 0.9)]  # any height
+        pieces.append(text(self.x(max(self.heads)), TOP - 14, "choose a mixer"))
+        said = ", ".join(f"{NAMES[m]} {self.said(m, more, n)}" for m in there)
+        when = f"{self.heads[more]} heads after {self.steps[n]} of {self.steps[-1]} steps"
+        return Frame(pieces, f"{when}. Right answers: {said}.")
+
+
+def _question(s: Scores) -> Question:
+    """What share linear attention answers with the smallest state, given its share with the next one."""
+    (small, more), last = s.sizes[:2], len(s.steps) - 1
+    share = s.mean("linear", small, last)
+    options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any of the written values": 0.0}
+    right = next(words for words, least in options.items() if share >= least)
+    fact = f"ith {s.heads[small]} heads linear attention answers {share:.0%} correctly."
+    return Question(
+        f"After {s.steps[-1]} steps of training, linear attention with {s.heads[more]} heads answers "
+        f"{s.mean('linear', more, last):.0%} of the questions correctly; its state has {more:,} numbers. What share "
+        f"with {s.heads[small]} heads and {small:,} numbers?",
+        right,
+        {
+            words: f"W{fact}" if words == right else f"{'Fewer' if least > share else 'More'}: w{fact}"
+            for words, least in options.items()
+        },
+        seen=(list(s.found).index("linear"), last),
+        before=(len(s.found), last),  # the dots that the question names, without the answer
+    )
+
+
 def recall_by_state(records: Sequence[dict]) -> Explorable:
     """Right answers against numbers in the state, for a mixer and a number of steps.
 
     Args:
         records: records of :mod:`gla_ref.experiments.mqar`, with one number of steps and several sizes of states.
     """
-    base, width = next((r["baselines"], r["about"]["width"]) for r in records)
-    guess = 0, [base["chance"]]  # before the first step
-    found = {m: {state: [guess, *of] for state, of in mixer.items()} for m, mixer in measured(records).items()}
-    sizes = sorted({state for of in found.values() for state in of})
-    low, high = math.log(sizes[0] / 1.25), math.log(sizes[-1] * 1.25)
-    steps = [step for step, _ in next(iter(next(iter(found.values())).values()))]
-    heads = {matrices(r): r["run"]["model"]["num_heads"] for r in records if r["about"]["mixer"] != "softmax"}
-
-    small, more = sizes[:2]
-
-    def x(state: float) -> float:
-        return LEFT + WIDE * (math.log(state) - low) / (high - low)
-
-    def ground(states: Sequence[int] = sizes) -> list[str]:
-        pieces = [rect(LEFT, TOP, WIDE, TALL, "edge faint"), text(LEFT - 40, TOP - 14, "right answers", "start")]
-        for share in (0, 0.5, 1):
-            pieces.append(text(LEFT - 6, _y(share), f"{share:.0%}", "end"))
-        for state in states:
-            pieces.append(text(x(state), TOP + TALL + 12, f"{state:,}"))
-            below = f"{heads[state]} head{'s' if heads[state] > 1 else ''}" if state in heads else "softmax"
-            pieces.append(text(x(state), TOP + TALL + 27, below))
-        pieces.append(text(LEFT + WIDE / 2, TOP + TALL + 45, "numbers in the state after a text (logarithmic)"))
-        for share, kind, words in (
-            (base["majority"], "line-grey dashed", "Naming any of the written values"),
-            (base["chance"], "line-grey dotted", f"Naming any of {1 / base['chance']:.0f} values"),
-        ):
-            line = path([(LEFT, _y(share)), (LEFT + WIDE, _y(share))], kind)
-            pieces.append(part(f"{words}: {share:.1%}", line))
-        return pieces
-
-    def labels(states: Sequence[int], n: int, scores: bool = False) -> list[str]:
-        """Names of the mixers, with their scores if asked, right of their dots; a line joins each dot and name."""
-        pieces = []
-        for state in states:
-            means = {m: fmean(of[state][n][1]) for m, of in found.items() if state in of}
-            dots = [_y(mean) for mean in means.values()]
-            for mixer, dot, y in zip(means, dots, _apart(dots), strict=True):
-                pieces.append(path([(x(state) + 6, dot), (x(state) + 15, y)], "line-grey"))
-                words = f"{SHORT[mixer]} {means[mixer]:.0%}" if scores else SHORT[mixer]
-                pieces.append(text(x(state) + 17, y, words, "start"))
-        return pieces
-
-    def all_mixers(n: int) -> Frame:
-        """All mixers with the number of heads that the question gives, and no other."""
-        pieces = ground([*heads])
-        for i, (mixer, of) in enumerate(found.items()):
-            if more in of:
-                mean = fmean(of[more][n][1])
-                kind = "blue" if mixer == "linear" else "grey"
-                dot = circle(x(more), _y(mean), 6 if mixer == "linear" else 4, kind)
-                pieces.append(part(f"{NAMES[mixer]}, {more:,} numbers: {mean:.1%}", dot, choose={0: i}))
-        pieces += labels([more], n, scores=True) if n else []
-        pieces += [text(x(small), _y(share), "?") for share in (0.1, 0.3, 0.5, 0.7, 0.9)]  # no height is the answer's
-        pieces.append(text(x(max(heads)), TOP - 14, "choose a mixer"))
-        said = ", ".join(
-            f"{NAMES[m]} {fmean(of[more][n][1]):.0%}" if n else f"{NAMES[m]} nothing yet"
-            for m, of in found.items()
-            if more in of
-        )
-        return Frame(pieces, f"{heads[more]} heads after {steps[n]} of {steps[-1]} steps. Right answers: {said}.")
-
-    def frame(mixer: str, n: int) -> Frame:
-        pieces = ground()
-        order = [other for other in found if other != mixer] + [mixer]
-        for other in order:
-            mine = other == mixer
-            if mine and len(found[other]) > 1:  # below its dots, so that a reader can point at a dot
-                points = [(x(state), _y(fmean(scores[n][1]))) for state, scores in found[other].items()]
-                pieces.append(path(points, "line-blue"))
-            for state, scores in found[other].items():
-                seeds, mean = scores[n][1], fmean(scores[n][1])
-                at = (x(state), _y(mean))
-                kind = "blue" if mine else "grey"
-                words = f"{NAMES[other]}, {state:,} numbers: {mean:.1%}"
-                words += f" (runs: {', '.join(f'{y:.0%}' for y in sorted(seeds))})" if n else ""
-                shapes = [circle(at[0], _y(y), 2.5, kind) for y in seeds] if mine else []
-                shapes.append(circle(*at, 6 if mine else 4, kind))
-                pieces.append(part(words, *shapes, choose={0: list(found).index(other)}))
-        pieces += labels(sizes[:2], n) if n else []
-        said = ", ".join(
-            f"{state:,}: {fmean(scores[n][1]):.0%}" if n else f"{state:,}: nothing yet"
-            for state, scores in found[mixer].items()
-        )
-        when = f"{NAMES[mixer]} after {steps[n]} of {steps[-1]} steps"
-        return Frame(pieces, f"{when}. Right answers by numbers in the state: {said}.")
-
-    linear = {state: fmean(scores[-1][1]) for state, scores in found["linear"].items()}
-    options = {"nearly all": 0.8, "about half": 0.3, "a quarter, like naming any of the written values": 0.0}
-    right = next(words for words, least in options.items() if linear[small] >= least)
-    fact = f"With {heads[small]} heads linear attention answers {linear[small]:.0%} correctly."
-
+    s, width = Scores(records), records[0]["about"]["width"]
+    every = range(len(s.steps))
     return Explorable(
         title="Which mixer recalls, with how many heads?",
         notice="A small dot is one trained model, a large dot the mean of three seeds; "
@@ -176,31 +211,17 @@ def recall_by_state(records: Sequence[dict]) -> Explorable:
         alt="Right answers against the numbers in a state, one dot for each mixer and number of heads; a dashed and "
         "a dotted line near the bottom are the shares of answers that guessing gives.",
         controls=(
-            Choice("Mixer", [*(NAMES[m] for m in found), f"all, {heads[more]} heads only"]),
-            Slider("Steps of training", steps),
+            Choice("Mixer", [*(NAMES[m] for m in s.found), f"all, {s.heads[s.sizes[1]]} heads only"]),
+            Slider("Steps of training", s.steps),
         ),
-        frames=[
-            *([frame(mixer, n) for n in range(len(steps))] for mixer in found),
-            [all_mixers(n) for n in range(len(steps))],
-        ],
+        frames=[*([s.frame(mixer, n) for n in every] for mixer in s.found), [s.asked(n) for n in every]],
         height=TOP + TALL + 57,
-        start=(list(found).index("gla"), len(steps) - 2),
+        start=(list(s.found).index("gla"), len(s.steps) - 2),
         legend=(
             Key("blue line-blue", "linear, or the mixer that you choose: mean of three models", "dot"),
             Key("grey line-grey", "the other mixers, also means", "dot"),
-            Key("line-grey dashed", f"naming any of the written values: {base['majority']:.0%}", "line"),
-            Key("line-grey dotted", f"naming any of {1 / base['chance']:.0f} values: {base['chance']:.0%}", "line"),
+            Key("line-grey dashed", f"naming any of the written values: {s.base['majority']:.0%}", "line"),
+            Key("line-grey dotted", f"naming any of {1 / s.base['chance']:.0f} values: {s.base['chance']:.0%}", "line"),
         ),
-        question=Question(
-            f"After {steps[-1]} steps of training, linear attention with {heads[more]} heads answers "
-            f"{linear[more]:.0%} of the questions correctly; its state has {more:,} numbers. What share with "
-            f"{heads[small]} heads and {small:,} numbers?",
-            right,
-            {
-                words: fact if words == right else f"{'Fewer' if least > linear[small] else 'More'}: w{fact[1:]}"
-                for words, least in options.items()
-            },
-            seen=(list(found).index("linear"), len(steps) - 1),
-            before=(len(found), len(steps) - 1),  # the dots that the question names, without the answer
-        ),
+        question=_question(s),
     )

@@ -4,12 +4,11 @@ This is a model of peak rates, not a measurement: each unit moves, exponentiates
 peak speed. The model leaves out other arithmetic and waits for latencies.
 """
 
-from typing import NamedTuple
-
+from .._roles import Step, Task, end, play
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import bar, part, played, tracks
+from ._timeline import Timeline
 
-__all__ = ["JOBS", "RATES", "WAYS", "Task", "period", "schedule", "three_jobs", "work"]
+__all__ = ["JOBS", "RATES", "WAYS", "period", "schedule", "three_jobs", "work"]
 
 #: the work of one multiprocessor of an H200 per clock, in bytes of memory and of shared memory, exponentials and FLOPs
 RATES = {"memory": 16, "shared": 128, "exponentials": 16, "products": 4096}
@@ -37,49 +36,27 @@ def work(C: int = 64, K: int = 128, V: int = 128, programs: int = 1) -> dict[str
     }
 
 
-class Task(NamedTuple):
-    """A job of one chunk: its start and stop in clocks, and its program (from 0)."""
-
-    job: str
-    chunk: int
-    program: int
-    start: int
-    stop: int
-
-
 def schedule(way: str, n: int = CHUNKS) -> list[Task]:
-    """All tasks of `n` chunks. Loads and stores share the memory, and every job does one task at a time."""
+    """All tasks of `n` chunks."""
     programs = 2 if way == WAYS[1] else 1
-    clocks = work(programs=programs)
-    if way in WAYS[:2]:  # all jobs of a chunk, then those of the next
-        lines = [[(job, i, p) for i in range(n) for job in JOBS] for p in range(programs)]
-    else:
-        lines = [[(job, i, 0) for i in range(n)] for job in JOBS]
+    clocks, chunks = work(programs=programs), range(n)
+    if way in WAYS[:2]:  # a program does all jobs of a chunk, then those of the next
+        return play([[Step(job, i, p) for i in chunks for job in JOBS] for p in range(programs)], clocks, unit=unit)
     stages = 1 if way == WAYS[3] else 2
-    rows, stops, tasks = {}, {}, []
 
-    def earliest(line):
-        """Return the earliest start of a line's first task: after all tasks that it waits for."""
-        (job, i, p), now = line[0], rows.get(_row(line[0][0]), 0)
-        needs = [(JOBS[JOBS.index(job) - 1], i, p)] if job != "load" else []
-        if len(lines) == len(JOBS):  # a stage and the tile of o must be free
-            needs += [("multiply", i - stages, p)] if job == "load" else []
-            needs += [("store", i - 1, p)] if job == "multiply" else []
-        elif job == "load":
-            needs += [("store", i - 1, p)]
-        needs = [need for need in needs if need[1] >= 0]
-        return max([now, *(stops[need] for need in needs)]) if all(need in stops for need in needs) else None
+    def waits(i: int) -> dict[str, list[Step]]:
+        return {
+            "load": [Step("multiply", i - stages)],  # its stage must be free
+            "transform": [Step("load", i)],
+            "multiply": [Step("transform", i), Step("store", i - 1)],  # the tile of o must be free
+            "store": [Step("multiply", i)],
+        }
 
-    while any(lines):
-        ready = [(start, line[0][1], line) for line in lines if line and (start := earliest(line)) is not None]
-        start, _, line = min(ready, key=lambda x: x[:2])
-        job, i, p = line.pop(0)
-        stops[job, i, p] = rows[_row(job)] = start + clocks[job]
-        tasks.append(Task(job, i, p, start, stops[job, i, p]))
-    return tasks
+    return play([[Step(job, i) for i in chunks] for job in JOBS], clocks, waits, unit)
 
 
-def _row(job: str) -> str:
+def unit(job: str) -> str:
+    """The unit that does a job: loads and stores share the memory."""
     return "memory" if job in ("load", "store") else job
 
 
@@ -89,40 +66,35 @@ def period(way: str) -> int:
     return (done[20] - done[10]) // 10
 
 
-LEFT, TOP, ROW, TALL, UNIT = 4, 26, 52, 26, 390 / 46000
-ROWS = {"memory": "memory: loads and stores", "transform": "scaling q and k", "multiply": "products"}
-KINDS = {"load": "pale-blue", "store": "sky", "transform": "orange", "multiply": "pink"}
+LINES = Timeline(
+    {"memory": "memory: loads and stores", "transform": "scaling q and k", "multiply": "products"},
+    {"load": "pale-blue", "store": "sky", "transform": "orange", "multiply": "pink"},
+    390 / 46000,
+    unit,
+)
 SAYS = {"load": "its tiles come in", "transform": "q and k are scaled", "multiply": "products", "store": "o goes out"}
 MOMENT = 1000  # clocks between two pictures
 
 
-def _bars(tasks: list[Task]) -> str:
-    pieces = []
-    for job, chunk, program, start, stop in tasks:
-        x, y, width = LEFT + UNIT * start, TOP + ROW * list(ROWS).index(_row(job)), UNIT * (stop - start)
-        of = f" of program {program + 1}" if max(t.program for t in tasks) else ""
-        words = f"Chunk {chunk + 1}{of}, {SAYS[job]}: clocks {start:,} to {stop:,}."
-        pieces.append(part(words, bar(x, y, width, TALL, KINDS[job], chunk + 1)))
-    return "".join(pieces)
-
-
 def _frames(way: str) -> list[Frame]:
     """A frame for each moment, until all is done: finished work in full colours, later work pale."""
-    tasks, frames, bottom = schedule(way), [], TOP + ROW * (len(ROWS) - 1) + TALL
-    end, bars = max(t.stop for t in tasks), _bars(tasks)
-    ground = tracks(ROWS.values(), LEFT, TOP, ROW, UNIT * end, TALL)
-    for t in range(0, end + MOMENT, MOMENT):
+    tasks, frames = schedule(way), []
+    of = " of program {}" if way == WAYS[1] else ""
+
+    def say(t: Task) -> str:
+        return f"Chunk {t.chunk + 1}{of.format(t.program + 1)}, {SAYS[t.job]}: clocks {t.start:,} to {t.stop:,}."
+
+    ground, bars, last = LINES.tracks(end(tasks)), LINES.bars(tasks, say), end(tasks)
+    for t in range(0, last + MOMENT, MOMENT):
         busy = sum(task.start <= t < task.stop for task in tasks)
-        last = {task.program: 0 for task in tasks} | {
-            task.program: task.chunk + 1 for task in tasks if task.job == "store" and task.stop <= t
-        }
-        words = f"{way}, after {t:,} clocks: {busy} of 3 units at work, {min(last.values())} of {CHUNKS} chunks done."
-        if t >= end:
-            used = sum(task.stop - task.start for task in tasks if _row(task.job) == "memory") / end
-            words = f"{way}: {CHUNKS} chunks after {end:,} clocks, memory at work {used:.0%} of them. "
+        stored = [task.program for task in tasks if task.job == "store" and task.stop <= t]
+        done = min(stored.count(program) for program in {task.program for task in tasks})
+        words = f"{way}, after {t:,} clocks: {busy} of 3 units at work, {done} of {CHUNKS} chunks done."
+        if t >= last:
+            used = sum(task.stop - task.start for task in tasks if unit(task.job) == "memory") / last
+            words = f"{way}: {CHUNKS} chunks after {last:,} clocks, memory at work {used:.0%} of them. "
             words += f"In the long run a chunk every {period(way):,} clocks."
-        x, name = LEFT + UNIT * min(t, end), f"jobs-{WAYS.index(way)}-{t}"
-        frames.append(Frame(played(ground, bars, name, x, TOP - 4, bottom + 4), words))
+        frames.append(Frame(LINES.at(min(t, last), ground, bars, f"jobs-{WAYS.index(way)}-{t}"), words))
     return frames
 
 
@@ -138,7 +110,7 @@ def three_jobs() -> Explorable:
         "right of the line that marks the present are pale.",
         controls=(Choice("Way", WAYS), Slider("Clocks", [f"{MOMENT * n:,}" for n in range(most)])),
         frames=frames,
-        height=TOP + ROW * len(ROWS) - 18,
+        height=LINES.bottom + 8,
         start=(2, 20),
         legend=(
             Key("pale-blue edge", "loads q, k, v, g"),

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ... import gla, kda
 from ._explorable import Choice, Explorable, Frame, Key, Question, Slider
-from ._svg import cell, number, part, square, text
+from ._svg import cell, number, squares, text
 
 __all__ = ["GATES", "RULES", "states", "steps", "two_clerks", "wanted"]
 
@@ -58,12 +58,10 @@ CELL, LEFT, RIGHT, TOP = 40, 78, 262, 88  # a cell's side; left edges of the tab
 
 
 def _table(x: Tensor, left: float, words: str) -> list[str]:
-    pieces = []
-    for i, who in enumerate(WHO):
-        for j, what in enumerate(WHAT):
-            shown = square(left + CELL * j, TOP + CELL * i, CELL, x[i, j].item(), rim=3)
-            pieces.append(part(f"{words} {who}, {what}: {number(x[i, j].item())}", shown))
-    return pieces
+    def say(i, j, n):
+        return f"{words} {WHO[i]}, {WHAT[j]}: {number(n)}"
+
+    return squares(x.tolist(), left, [TOP, TOP + CELL], CELL, say, rim=3)
 
 
 def _frame(rule: str, gate: float, done: int, S: Tensor) -> Frame:
