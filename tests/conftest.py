@@ -5,7 +5,10 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import sys
+from inspect import isfunction
+from itertools import compress
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,37 @@ def place(tmp_path, corpora):
     from gla_ref.experiments.runs import Place
 
     return Place("cpu", tmp_path / "checkpoints", texts=corpora)
+
+
+def left_out(config, marks) -> bool:
+    """Whether the run's expression says `not` of one of these marks; False if it is more than a chain of `and`."""
+    terms = re.sub(r"\([^()]*\)", "()", config.option.markexpr).split(" and ")
+    chain = all(re.fullmatch(r"(not )?(\w+|\(\))", term) for term in terms)
+    return chain and any(f"not {mark.name}" in terms for mark in marks)
+
+
+def pytest_ignore_collect(collection_path, config):
+    return True if collection_path.name == "browser" and left_out(config, [pytest.mark.browser]) else None
+
+
+def pytest_pycollect_makeitem(collector, obj):
+    """Make no tests of a function that the run leaves out."""
+    if isfunction(obj) and left_out(collector.config, [*getattr(obj, "pytestmark", ()), *collector.iter_markers()]):
+        return []
+
+
+def pytest_generate_tests(metafunc):
+    """Make no tests of the parameters that the run leaves out: keep the others when a test is parametrized."""
+    parametrize = metafunc.parametrize
+
+    def keep(names, values, *, ids=None, **more):
+        values = list(values)
+        kept = [not left_out(metafunc.config, getattr(x, "marks", ())) for x in values]
+        if isinstance(ids, list | tuple):
+            ids = list(compress(ids, kept))
+        parametrize(names, list(compress(values, kept)), ids=ids, **more)
+
+    metafunc.parametrize = keep
 
 
 def pytest_collection_finish():

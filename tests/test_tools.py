@@ -5,12 +5,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import count_lines
 import count_tests
 import nightly
 import pytest
-from barriers import broken, unmet
+from barriers import broken
 from cases import in_process
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +69,7 @@ def test_loops_that_lose_an_operand_are_found():
 
 
 def test_arrivals_before_warps_have_met_are_found():
+    unmet = pytest.importorskip("compile_kernels", reason="needs Triton").unmet
     store, met = "st.shared.b32 [%r1], %r2;", "bar.sync 2, 128;"
     arrive = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
     assert not unmet("\n".join([store, met, arrive, arrive]))  # two barriers, one meeting
@@ -201,6 +203,16 @@ def test_what_runs_depends_on_the_commit_alone(name):
     """No date, clock or chance; a run's record may name its day."""
     lines = (ROOT / name).read_text().splitlines()
     assert [line for line in lines if CHANCE.search(line) and '"date": ' not in line] == []
+
+
+@pytest.mark.parametrize(
+    "expression, dropped",
+    [("(deep or hypothesis) and not gpu", {"gpu"}), ("not deep or site", set()), ("not (gpu or deep)", set())],
+)
+def test_what_is_not_collected_is_what_pytest_would_deselect(request, expression, dropped):
+    conftest = request.config.pluginmanager.get_plugin(f"{ROOT / 'tests' / 'conftest.py'}")
+    config = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+    assert {x for x in ("gpu", "site", "deep") if conftest.left_out(config, [getattr(pytest.mark, x)])} == dropped
 
 
 CHANGED = """
