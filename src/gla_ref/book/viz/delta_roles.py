@@ -62,7 +62,7 @@ def lasts(way: str, heads: int) -> dict[str, float]:
     return {"load": load, "solve": FIRST * heads / MULTIPROCESSORS, "walk": WALK[wide] * waves}
 
 
-def schedule(way: str, heads: int, n: int = CHUNKS) -> list[Task]:
+def schedule(way: str, heads: int, n: int = CHUNKS) -> list:
     """All tasks of n chunks of one head, in the order of their chunks; of two kernels first those of the first."""
     apart = way == WAYS[2]
 

@@ -36,7 +36,7 @@ def work(C: int = 64, K: int = 128, V: int = 128, programs: int = 1) -> dict[str
     }
 
 
-def schedule(way: str, n: int = CHUNKS) -> list[Task]:
+def schedule(way: str, n: int = CHUNKS) -> list:
     """All tasks of `n` chunks."""
     programs = 2 if way == WAYS[1] else 1
     clocks, chunks = work(programs=programs), range(n)

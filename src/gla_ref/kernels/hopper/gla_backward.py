@@ -82,7 +82,7 @@ from .gluon import (
     warpgroup_mma_wait,
 )
 from .ring import invalidate, new_barriers
-from .tiles import LOG2E, add, box, exclusive, gate_sums, keep_rows, make_sums, part_of, scaled, store_part
+from .tiles import LOG2E, Sums, add, box, exclusive, fill_sums, gate_sums, keep_rows, part_of, scaled, store_part
 
 # the tensors that the copy engine brings, as boxes; or their tiles in shared memory, two of q, k and g
 Tiles = namedtuple("Tiles", "q k g v do S")
@@ -420,7 +420,8 @@ def unwind(
     factors = gl.allocate_shared_memory(gl.float32, [6, BK], line)  # two stages of first, through, rest
     kept = gl.allocate_shared_memory(gl.float32, [BK], line)
     flags = gl.allocate_shared_memory(gl.int32, [2, 1], line)
-    sums = make_sums(signs, halves, None, W)
+    fill_sums(signs, halves, W)
+    sums = Sums(signs, halves, None)
 
     # barriers
     has_x, hat, free_x, singles = new_barriers(2, 1), new_barriers(2, 1), new_barriers(2, 1), new_barriers(7, 1)

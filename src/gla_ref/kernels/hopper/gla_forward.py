@@ -52,7 +52,7 @@ from ..portable.tiles import FLOOR
 from . import refusal_of_gradient
 from .gluon import copy_in, fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from .ring import invalidate, invalidate_stages, new_barriers
-from .tiles import LOG2E, box, gate_sums, keep_rows, make_sums, operand, part_of, scaled, store_box, store_part
+from .tiles import LOG2E, Sums, box, fill_sums, gate_sums, keep_rows, operand, part_of, scaled, store_box, store_part
 
 
 class Tiles(NamedTuple):
@@ -332,7 +332,8 @@ def walk(
     strong_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], unswizzled)  # is the stage's chunk strong?
     empty, ready, hat = new_barriers(STAGES, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1)
     taken = new_barriers(1, 1) if g.dtype == gl.float32 else None
-    sums = make_sums(signs, halves, g_16, W)
+    fill_sums(signs, halves, W)
+    sums = Sums(signs, halves, g_16)
     fence_async_shared()
 
     boxes, stages = Tiles(q, k, v, g, o), Tiles(all_q, all_k, all_v, all_g)

@@ -105,7 +105,7 @@ Sums = namedtuple("Sums", "signs halves g_16")  # by which tensor cores add up g
 
 
 @gluon.jit
-def make_sums(signs, halves, g_16, W: gl.constexpr):
+def fill_sums(signs, halves, W: gl.constexpr):
     """Fill signs [C, C] by 1/2 up to the diagonal and -1/2 above it, halves [C, 16] by 1/2."""
     C: gl.constexpr = signs.shape[0]
     by_rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [W, 1], [1, 0])
@@ -113,7 +113,6 @@ def make_sums(signs, halves, g_16, W: gl.constexpr):
     j = gl.arange(0, C, layout=gl.SliceLayout(0, by_rows))[None, :]
     signs.store(gl.where(i >= j, 0.5, -0.5).to(signs.dtype))
     halves.store(gl.full([C, 16], 0.5, signs.dtype, gl.BlockedLayout([1, 8], [16, 2], [W, 1], [1, 0])))
-    return Sums(signs, halves, g_16)
 
 
 @gluon.jit
