@@ -11,7 +11,7 @@ import count_lines
 import count_tests
 import nightly
 import pytest
-from barriers import broken
+from barriers import broken, unmet
 from cases import in_process
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,6 @@ def test_loops_that_lose_an_operand_are_found():
 
 
 def test_arrivals_before_warps_have_met_are_found():
-    unmet = pytest.importorskip("compile_kernels", reason="needs Triton").unmet
     store, met = "st.shared.b32 [%r1], %r2;", "bar.sync 2, 128;"
     arrive = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r3];"
     assert not unmet("\n".join([store, met, arrive, arrive]))  # two barriers, one meeting

@@ -1,4 +1,4 @@
-"""Shared memory of compiled kernels, as their TTGIR has it: barriers keep their bytes, and products their operands.
+"""Shared memory of compiled kernels, as TTGIR and PTX have it: barriers keep their bytes, products their operands.
 
 *Barriers.* PTX: between `mbarrier.init` and `mbarrier.inval` the bytes of a barrier may serve for nothing else. The
 allocator of Triton does not know this rule: it gives the bytes of an allocation away after the last operation that
@@ -15,7 +15,10 @@ So of each slot of a barrier is asked:
 *Products.* One on tensor cores is waited for, and with it its operands, before shared memory is written again; and none
 in a branch takes an operand from a buffer that a pipelined loop refills (lab/known.md).
 
-TTGIR is read as text, line by line: Triton's Python module has no way to the attributes that all versions share.
+*Arrivals.* Where one thread arrives at a barrier for all warps of its role, these have met before (`unmet`).
+
+TTGIR, and for arrivals PTX, is read as text, line by line: Triton's Python module has no way to the attributes that all
+versions share.
 """
 
 import re
@@ -187,3 +190,23 @@ def refilled(product: str, operands: set[View | str], later: list[Operation]) ->
         if x.name == "scf.yield":
             break
     return passing
+
+
+def unmet(ptx: str) -> list[str]:
+    """Arrivals at barriers of shared memory for which the warps of a role have not met: one thread arrives for all.
+
+    Behind what a role last wrote, read or waited for there must be a `bar.sync`. Triton puts it there, in most cases
+    (its pull request 10035: in all); without it a slow warp's part of a tile may be missing. A role begins at its
+    `setmaxnreg`. One of a single warp has no `bar.sync`: its threads meet at `bar.warp.sync`.
+    """
+    found, met = [], True
+    for role in re.split(r"(?=\bsetmaxnreg)", ptx):
+        meeting = r"\bbar(rier)?\.sync" if re.search(r"\bbar\.sync", role) else r"\bbar(rier)?(\.warp)?\.sync"
+        for line in role.splitlines():
+            if re.search(meeting, line):
+                met = True
+            elif re.search(r"\b(st\.shared|ld\.shared|stmatrix|ldmatrix|wgmma\.wait_group|mbarrier\.try_wait)", line):
+                met = False
+            elif re.search(r"\bmbarrier\.arrive\.shared", line) and not met:
+                found.append(f"arrives before its warps have met: {line.strip()[:80]}")
+    return found

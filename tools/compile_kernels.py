@@ -109,29 +109,9 @@ def compiled(launch: Launch, arch: int) -> dict:
         "spilled": spilled,
         "shared": kernel.metadata.shared,
         "broken": barriers.broken(kernel.asm["ttgir"])
-        + unmet(kernel.asm["ptx"])
+        + barriers.unmet(kernel.asm["ptx"])
         + [f"reads what nothing or another use has set: {text}" for text in sass.wrong(kernel.asm["cubin"])],
     }
-
-
-def unmet(ptx: str) -> list[str]:
-    """Arrivals at barriers of shared memory for which the warps of a role have not met: one thread arrives for all.
-
-    Behind what a role last wrote, read or waited for there must be a `bar.sync`. Triton puts it there, in most cases
-    (its pull request 10035: in all); without it a slow warp's part of a tile may be missing. A role begins at its
-    `setmaxnreg`. One of a single warp has no `bar.sync`: its threads meet at `bar.warp.sync`.
-    """
-    found, met = [], True
-    for role in re.split(r"(?=\bsetmaxnreg)", ptx):
-        meeting = r"\bbar(rier)?\.sync" if re.search(r"\bbar\.sync", role) else r"\bbar(rier)?(\.warp)?\.sync"
-        for line in role.splitlines():
-            if re.search(meeting, line):
-                met = True
-            elif re.search(r"\b(st\.shared|ld\.shared|stmatrix|ldmatrix|wgmma\.wait_group|mbarrier\.try_wait)", line):
-                met = False
-            elif re.search(r"\bmbarrier\.arrive\.shared", line) and not met:
-                found.append(f"arrives before its warps have met: {line.strip()[:80]}")
-    return found
 
 
 def roles(ptx: str) -> str:

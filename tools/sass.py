@@ -17,22 +17,31 @@ import triton
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 LINE = re.compile(r"/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*)((?:\.\w+)*)([^;]*);")  # HGMMA.64x32x16 R24, RZ ;
 LABEL = re.compile(r"^(\S+):")
-# by the first pattern that begins an instruction, where it writes: uniform registers, memory (M), none, registers
-BANKS = {
-    r"(R2UR|S2UR|CS2UR|VOTEU|REDUX|CREDUX|ELECT|LDCU)\b": "UR",
-    r"STL\b": "M",
-    "ST|RED|BAR|BRA|BRX|BS|WARP|MEMBAR|EXIT|NOP|DEPBAR|SYNCS|FENCE|CCTL|FCHK|R2P|UTMA|UBLK|UCGABAR|USETMAXREG": "",
-    "U": "UR",
-    "": "R",
-}
-# by the first pattern, whether threads of a warp write different numbers; None: if they read such
-DIFFERS = {
-    r"S2R \w+, SR_(TID\.X|LANEID)\b": True,
-    r"SHF(\.\w+)*\.R\b[^,]*,[^,]*, 0x([5-9a-f]|\w\w+)\b": False,  # a warp's number
-    "LD|ATOM|SHFL|VOTE|MATCH|CS2R|S2UR|S2R|.GMMA": False,
-    "": None,
-}
 Register = tuple[str, int]  # R, 4 or UR, 8; M, 16 are four bytes of a thread's memory
+
+
+class Rule(NamedTuple):
+    """A kind of instructions: the pattern that begins them, and what they write."""
+
+    begins: str
+    bank: str  # registers R or UR, a thread's memory M, or nothing
+    differs: bool | None  # whether a warp's threads get different numbers; None: if they read such
+
+
+# the first that fits an instruction holds
+RULES = (
+    Rule(r"S2R \w+, SR_(TID\.X|LANEID)\b", "R", True),
+    Rule(r"SHF(\.\w+)*\.R\b[^,]*,[^,]*, 0x([5-9a-f]|\w\w+)\b", "R", False),  # a warp's number
+    Rule(r"(S2UR|VOTEU|LDCU)\b", "UR", False),
+    Rule(r"(R2UR|CS2UR|REDUX|CREDUX|ELECT)\b", "UR", None),
+    Rule(r"STL\b", "M", None),
+    Rule("ST|RED|BAR|BRA|BRX|BS|WARP|MEMBAR|EXIT|NOP|DEPBAR|SYNCS|FENCE|CCTL|FCHK|R2P", "", None),
+    Rule("UTMA|UBLK|UCGABAR|USETMAXREG", "", None),
+    Rule("U", "UR", None),
+    Rule("LD|ATOM|SHFL|VOTE|MATCH|CS2R|S2R|.GMMA", "R", False),
+    Rule("", "R", None),
+)
+ENDS = "EXIT", "RET", "BRX", "JMX"  # after which the next instruction does not follow
 
 
 class Instruction(NamedTuple):
@@ -97,19 +106,21 @@ def instruction(found: re.Match) -> Instruction:
     """An instruction of its parts as nvdisasm prints them."""
     place, guard, name, kinds, rest = found.groups("")
     code, kinds, operands = f"{name}{kinds}{rest}", kinds.split("."), [x.strip() for x in rest.split(",")]
-    bank, differs = (next(x for start, x in table.items() if re.match(start, code)) for table in (BANKS, DIFFERS))
+    rule = next(rule for rule in RULES if re.match(rule.begins, code))
     first = len(operands) > 1 and re.fullmatch(r"U?P\w", operands[0]) is not None  # a predicate stands before it
-    writes = [x for x in registers(operands[first], width(name, kinds)) if x[0] == bank]
+    writes = [x for x in registers(operands[first], width(name, kinds)) if x[0] == rule.bank]
     read = {n: sources(name, kinds, n, x) for n, x in enumerate(operands) if n != first or not writes}
     reads = [x for own in read.values() for x in own]
     places = [x for n, own in read.items() if operands[n].startswith("gdesc") for x in own]
-    flows = [(set(reads), set(writes))] if differs is None else []
     if name in ("LDL", "STL"):  # word by word
         flows = [({x}, {y}) for x, y in zip(reads, writes, strict=False)]
+    else:
+        flows = [(set(reads), set(writes))] if rule.differs is None else []
     targets = () if name == "BSSY" else tuple(re.findall(r"`\((\S+?)\)", rest))
-    goes_on = guard or name not in ("EXIT", "RET", "BRX", "JMX") and (name not in ("BRA", "JMP") or len(operands) > 1)
-    text, sets = " ".join(f"{place}: {guard}{code}".split()), map(frozenset, (reads, writes, places))
-    return Instruction(text, *sets, bool(differs), flows, bool(guard), targets, bool(goes_on))
+    leaves = name in ENDS or (name in ("BRA", "JMP") and len(operands) == 1)
+    text, guarded, goes_on = " ".join(f"{place}: {guard}{code}".split()), bool(guard), bool(guard) or not leaves
+    reads, writes, places = map(frozenset, (reads, writes, places))
+    return Instruction(text, reads, writes, places, bool(rule.differs), flows, guarded, targets, goes_on)
 
 
 def width(name: str, kinds: list[str]) -> int:
