@@ -11,6 +11,15 @@ from . import exercise
 from ._compare import draw, hold, reverse_sum, variants
 from ._predict import RIGHT, Part, Question, ask, number, predict
 
+#: of each step and of the fused kernel: the tensors that it reads, and those that it writes
+FLOW = {
+    "1 add up gates": ("g", "b"),
+    "2 scale q and k": ("q k b", "q̃ k̃"),
+    "3 walk": ("v b q̃ k̃", "o′"),
+    "4 score": ("q k b", "A"),
+    "5 sum": ("v o′ A", "o"),
+    "one kernel": ("q k g v", "o"),
+}
 SMALL, _, WALK, _ = (math.prod(s.grid) for s in fuse.steps(B=2, T=100, H=3, K=80, V=160) if s.grid)
 GRIDS = [
     (SMALL // 7 * 6, WALK, "A chunk is missing: 100 tokens are six chunks of 16 and one of 4."),
