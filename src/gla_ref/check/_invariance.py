@@ -1,4 +1,4 @@
-"""Does a text's result depend on what a call has beside it, or on where it is cut? (appendix "Who passes")"""
+"""Does a text's result depend on the other texts of its call, or on where it is cut? (appendix "Who passes")"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -12,7 +12,7 @@ __all__ = ["RANKS", "TOKENS", "WAYS", "ranks_over_time"]
 TOKENS = 1 << 20
 RANKS = (2, 4, 8)
 #: the ways as the reader chooses them, and their names in the model
-WAYS = {"each waits for the one before": "one after another", "sums to all": "all-gather", "rank to rank": "pipeline"}
+WAYS = {"each waits for the one before": "one after another", "all-gather": "all-gather", "pipeline": "pipeline"}
 MOMENTS = 12  # pictures from the beginning to the end
 LEFT, TOP, WIDE, TALL = 62, 20, 330, 200
 KINDS = {"sum": "pale-blue", "exchange": "vermilion", "walk": "orange"}
@@ -28,7 +28,7 @@ def _bars(tasks: list[Task], ranks: int, end: float) -> str:
     row, pieces = TALL / ranks, []
     for job, rank, start, stop in tasks:
         width = max(2.0, WIDE * (stop - start) / end)
-        words = f"GPU {rank + 1} {SAYS[job]}, from {_ms(start)} to {_ms(stop)}."
+        words = f"Rank {rank} {SAYS[job]}, from {_ms(start)} to {_ms(stop)}."
         pieces.append(
             part(words, rect(LEFT + WIDE * start / end, TOP + row * rank, width, 0.7 * row, f"{KINDS[job]} edge"))
         )
@@ -40,7 +40,7 @@ def _frames(way: str, ranks: int) -> list[Frame]:
     tasks, alone = schedule(WAYS[way], TOKENS, ranks), schedule("one after another", TOKENS, 1)[-1].stop
     scale, done = alone * 1.05, max(t.stop for t in tasks)
     row, bars, frames = TALL / ranks, _bars(tasks, ranks, scale), []
-    ground = [text(LEFT - 6, TOP + row * (r + 0.35), f"GPU {r + 1}", "end") for r in range(ranks)]
+    ground = [text(LEFT - 6, TOP + row * (r + 0.35), f"rank {r}", "end") for r in range(ranks)]
     ground += [rect(LEFT, TOP + row * r, WIDE, 0.7 * row, "pale-grey") for r in range(ranks)]
     end = LEFT + WIDE * alone / scale
     ground.append(path([(end, TOP - 4), (end, TOP + TALL)], "line-blue dashed"))

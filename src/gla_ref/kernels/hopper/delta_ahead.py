@@ -59,7 +59,7 @@ SINCE, UNTIL, DIVISORS = (gl.constexpr(i) for i in range(3))
 ROWS = gl.constexpr(3)
 
 
-# what the copy engine brings, as boxes or as tiles in shared memory, and u of `write`; q, P and u only with o
+# boxes, or tiles in shared memory, that the copy engine fills, and u of `write`; q, P and u only with o
 Tiles = namedtuple("Tiles", "q k v T P u", defaults=(None,))
 
 

@@ -105,7 +105,7 @@ def decays(t_sums, layout: gl.constexpr):
 # a chunk's tiles in shared memory for `write`, and its decays [C] and e^(b_C)
 Chunk = namedtuple("Chunk", "k v T P u")
 Decays = namedtuple("Decays", "since until through")
-Results = namedtuple("Results", "o d_o S_in S_out")  # of a walk; d_o: the tensor o as a box. S_in is where it begins
+Results = namedtuple("Results", "o d_o S_in S_out")  # a walk's; d_o: the tensor o as a box. S_in is where it begins
 
 
 @gluon.jit

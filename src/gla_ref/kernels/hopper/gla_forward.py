@@ -75,7 +75,7 @@ class Barriers(NamedTuple):
 
 
 Sizes = namedtuple("Sizes", "H K V scale")
-# what the transformer tells the multiplier of each stage: the state's factors first and through; is the chunk strong?
+# the transformer's words to the multiplier in each stage: the state's factors first and through; is the chunk strong?
 Sides = namedtuple("Sides", "factors strong")
 Copies = namedtuple("Copies", "S P o")  # the multiplier's tiles in 16 bits
 # where a walk begins, and where its results go: o for rows of packed sequences, a box of states and its tile

@@ -86,7 +86,7 @@ NARROW = gl.constexpr(gl.NVMMASharedLayout(2 * BK.value, 16, 2))
 Tiles = namedtuple("Tiles", "do w e FG own q k gates xs S R lq lk rk table weights tails kept")  # shared memory
 Inputs = namedtuple("Inputs", "q k g do w e T S R")  # boxes
 Outputs = namedtuple("Outputs", "q k v")  # gradients of these, as boxes or as pointers
-# those of BK channels as steps read them: of tokens, tables whole or by rows, and blocks of tokens
+# a step's view of BK channels: tokens, tables (whole or by rows) and blocks of tokens
 Channels = namedtuple(
     "Channels", "g x q k lq lk rk tables table tail tails weights rows_F rows_G rows_lq rows_lk rows_rk"
 )
