@@ -48,7 +48,7 @@ class Machine(NamedTuple):
 
     @property
     def rings(self) -> Wire:
-        """The wire of a collective over hosts, which goes round a ring for each GPU's network, each with a share of the bytes.
+        """The wire of a collective over hosts, in rings: one for each GPU's network, with a share of the bytes.
 
         One hop in `host` leaves the host; `hop` is the mean.
         """
