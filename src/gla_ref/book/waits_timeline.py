@@ -40,9 +40,14 @@ def waits_timeline(data: dict, B: int) -> None:
     figure, ax = plt.subplots(figsize=(4.7, 3.1))
     colors = {"work": WORKS}
     for role in roles:
-        for site, _, began, ended in spans(role):
+        longest = {}
+        for site, chunk, began, ended in spans(role):
             color = colors.setdefault(site, f"C{len(colors) - 1}")
             ax.barh(role["role"], (ended - began) / 1e3, left=began / 1e3, color=color)
+            if site == "work":
+                longest[chunk] = max(longest.get(chunk, (0, 0)), (ended - began, (began + ended) / 2e3))
+        for chunk, (lasts, middle) in longest.items():
+            ax.text(middle, role["role"], str(chunk) * (lasts > 700), ha="center", va="center", fontsize=11)
     ax.invert_yaxis()
     ax.set_xlabel("µs")
     names = {"work": "works", **{name: f"waits at {name}" for name in colors if name != "work"}}
