@@ -48,7 +48,7 @@ class Machine(NamedTuple):
 
     @property
     def rings(self) -> Wire:
-        """The wire of a collective over hosts, in rings: one for each GPU's network, with a share of the bytes.
+        """Rings over hosts, one for each GPU's network, with a share of the bytes, as one wire.
 
         One hop in `host` leaves the host; `hop` is the mean.
         """
