@@ -273,9 +273,9 @@ def test_wrong_answers_of_another_kind(label, answer, words):
 def test_a_function_may_change_what_it_gets():
     """Judges hand out copies: the mistake is still found on their own numbers."""
 
-    def in_place(keep1, add1, keep2, add2):
-        result = keep2 * keep1, add1 + add2
-        add1.zero_()
+    def in_place(xs, t):
+        result = xs.mean(), xs.std() / len(xs) ** 0.5
+        xs.zero_()
         return result
 
-    assert check("ex-ranks-compose", in_place).message == "The sum of the first piece fades over the second piece."
+    assert check("ex-learns-interval", in_place).message == "Multiply by t."

@@ -1,9 +1,9 @@
-"""Judges of the exercises on experiments: norms and comparisons (chapter 19)."""
+"""Judges of the exercises on experiments: norms, intervals, comparisons (chapter 19)."""
 
 import math
 
 from . import exercise
-from ._compare import hold
+from ._compare import draw, hold, variants
 from ._predict import choose
 
 
@@ -17,6 +17,25 @@ def largest_epsilon(answer):
         "That is the root of epsilon.": lambda r, p: r * math.sqrt(1 / p**2 - 1),
     }
     hold(answer, [(0.5, 0.8), (2.0, 0.9), (0.01, 0.5)], lambda r, p: r**2 * (1 / p**2 - 1), mistakes, {"epsilon": ""})
+
+
+def _interval(xs, t, *, ddof=1, root=True, spread=True):
+    n = len(xs)
+    s = (xs - xs.mean()).square().sum() / (n - ddof)
+    return xs.mean(), t * (s.sqrt() if root else s) / (math.sqrt(n) if spread else 1)
+
+
+@exercise("ex-learns-interval", "implement")
+def an_interval(answer):
+    mistakes = {
+        "Divide by n - 1: the mean was made of the same numbers.": dict(ddof=0),
+        "That is the variance; take its root.": dict(root=False),
+        "That is how one run scatters. The mean of n scatters by the root of n less.": dict(spread=False),
+        "That is the whole width; half of it is asked for.": lambda xs, t: (xs.mean(), 2 * _interval(xs, t)[1]),
+        "Multiply by t.": lambda xs, t: _interval(xs, 1.0),
+    }
+    three, five = draw(19, (3,), (5,))
+    hold(answer, [(three, 4.303), (five, 2.776)], _interval, variants(_interval, mistakes), {"mean": "", "half": ""})
 
 
 choose(
