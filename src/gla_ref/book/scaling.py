@@ -48,10 +48,7 @@ class Machine(NamedTuple):
 
     @property
     def rings(self) -> Wire:
-        """Rings over hosts, one for each GPU's network, with a share of the bytes, as one wire.
-
-        One hop in `host` leaves the host; `hop` is the mean.
-        """
+        """Rings over hosts, one for each GPU's network, as one wire, whose hop is their mean hop."""
         hop = self.near.hop + (self.far.hop - self.near.hop) / self.host
         return Wire(self.far.message, hop, min(self.near.bandwidth, self.host * self.far.bandwidth))
 
@@ -122,8 +119,7 @@ def exchange(way: str, ranks: int, sizes: Sizes, machine: Machine, blocks: int |
 
 def _blocks(ranks: int, sizes: Sizes, machine: Machine) -> int:
     """Return the number of blocks, a power of 2, with which a pipeline is fastest."""
-    choices = [b for b in (1, 2, 4, 8, 16) if b <= sizes.H]
-    return min(choices, key=lambda blocks: _pipeline(ranks, sizes, machine, blocks))
+    return min((b for b in (1, 2, 4, 8, 16) if b <= sizes.H), key=lambda b: _pipeline(ranks, sizes, machine, b))
 
 
 def _pipeline(ranks: int, sizes: Sizes, machine: Machine, blocks: int) -> float:
@@ -173,8 +169,7 @@ def schedule(way: str, tokens: int, ranks: int, sizes: Sizes = GLA, machine: Mac
 
 def _forward(tokens: int, sizes: Sizes, machine: Machine) -> tuple[float, float]:
     """(seconds of its own sum, seconds of its walk) for a GPU with so many tokens."""
-    own, walk = (sizes.bytes(tokens, x) / machine.memory for x in (sizes.sums, sizes.tensors))
-    return own, walk
+    return tuple(sizes.bytes(tokens, x) / machine.memory for x in (sizes.sums, sizes.tensors))
 
 
 def ring_attention(tokens: int, ranks: int, sizes: Sizes = GLA, machine: Machine = H200) -> tuple[float, int]:
